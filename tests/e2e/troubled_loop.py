@@ -2,9 +2,12 @@
 
 import asyncio
 
+import numpy as np
+
 from understudy.errors import EngineError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.single_turn import SingleTurn
+from understudy.rollout.agents.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
@@ -35,3 +38,19 @@ class GivesOut:
             if self._answers > self._good:
                 raise EngineError("the engine of this loop is gone")
         return await SingleTurn().run(prompt, context)
+
+
+class WritesId:
+    """Begins each rollout with an id, as the output of a tool may hold one."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        transcript = Transcript(
+            np.concatenate([[self._token], context.renderer.render(prompt)]).astype(np.int32)
+        )
+        transcript.write(
+            await context.generate(transcript.tokens, context.sampling_after(len(transcript)), 0)
+        )
+        return [transcript.finish(context.row_key())]

@@ -139,7 +139,9 @@ async def build(
         rows = (
             data
             if data is not None
-            else await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
+            else await asyncio.to_thread(
+                open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers
+            )
         )
         rows = rows.storing(pictures_of(recipe.data, store.folder))
         prompts = rows.train
@@ -421,7 +423,7 @@ def _student_facts(
             own_prompts,
             name,
             prompts,
-            partial(scores_row, recipe, name),
+            partial(scores_row, data, recipe.teachers, name),
         )
         for name, one in recipe.teachers.items()
         if one.reads_own_prompt and one.placement == "external"
@@ -433,7 +435,9 @@ def _student_facts(
         student.device,
         context_of(settings.engine, student),
         sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
-        once_longest_prompt(_renderer(settings.engine, data, student), prompts),
+        once_longest_prompt(
+            _renderer(settings.engine, data, student), prompts, partial(scores_row, data, recipe.teachers)
+        ),
         mixed_teachers(prompts, data.mixture_key),
         external,
         student.pictures,

@@ -23,30 +23,38 @@ _AT_A_TIME = 256
 _NO_LIMIT = 1 << 30
 
 
-def once_longest_prompt(renderer: Renderer, dataset: Dataset) -> Callable[[], Awaitable[int]]:
-    """A function for the length of the longest prompt. It is measured once, on the first call, in a thread: the event
-    loop starts teachers meanwhile."""
+def once_longest_prompt(
+    renderer: Renderer, dataset: Dataset, scores: Callable[[str, Row], bool]
+) -> Callable[[str], Awaitable[int]]:
+    """A function for the tokens of the longest prompt that a teacher scores. Prompts are measured once, on the
+    first call, in a thread: the event loop starts teachers meanwhile."""
 
     @cache
-    def measuring() -> asyncio.Task[int]:
-        return asyncio.create_task(asyncio.to_thread(longest_prompt, renderer, dataset))
+    def measuring() -> asyncio.Task[list[int]]:
+        return asyncio.create_task(asyncio.to_thread(prompt_lengths, renderer, dataset))
 
-    return measuring
+    async def longest(teacher: str) -> int:
+        lengths = await measuring()
+        return max(
+            (one for one, row in zip(lengths, dataset.rows, strict=True) if scores(teacher, row)), default=0
+        )
+
+    return longest
 
 
-def longest_prompt(renderer: Renderer, dataset: Dataset) -> int:
-    """Tokens of the longest prompt that the renderer accepts. Longer ones never reach a teacher."""
-    longest = 0
+def prompt_lengths(renderer: Renderer, dataset: Dataset) -> list[int]:
+    """Tokens of each prompt; 0 for one that the renderer refuses, which never reaches a teacher."""
+    lengths = []
     for start in range(0, len(dataset), _AT_A_TIME):
         ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
         prompts = [dataset.prompt(ordinal, key=f"row {ordinal}", epoch=0) for ordinal in ordinals]
         renderer.ahead(prompts)
         for prompt in prompts:
             try:
-                longest = max(longest, len(renderer.render(prompt)))
+                lengths.append(len(renderer.render(prompt)))
             except DataError:  # becomes a dead letter when its turn comes
-                continue
-    return longest
+                lengths.append(0)
+    return lengths
 
 
 def mixed_teachers(dataset: Dataset, column: str) -> set[str]:

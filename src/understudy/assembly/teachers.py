@@ -88,8 +88,9 @@ class StudentFacts:
     """The maximum length of a rollout."""
     weight_bytes: int
     """The size of its weights, which teachers that follow it take."""
-    longest_prompt: Callable[[], Awaitable[int]]
-    """The tokens of the longest prompt. Called only if a teacher may not hold the longest rollout."""
+    longest_prompt: Callable[[str], Awaitable[int]]
+    """Teacher → the tokens of the longest prompt that it scores. Called only if the teacher may not hold the
+    longest rollout."""
     mixed: Collection[str] = ()
     """Teachers that rows name in a mixture."""
     longest_own_prompt: Mapping[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
@@ -214,6 +215,8 @@ def _pool(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
+        # Processes of this run are given up by `cluster.restarts.teacher`.
+        outage_most=teacher.outage_seconds if teacher.placement == "external" else None,
         supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
     )
     if teacher.placement != "external":
@@ -318,7 +321,7 @@ async def _length(name: str, settings: TeacherSettings, student: StudentFacts, m
         own = student.longest_own_prompt.get(name)
         return answer + (await own() if own else 0)
     holds_all = manifest.limits.max_length > student.context
-    return answer + (0 if holds_all else await student.longest_prompt())
+    return answer + (0 if holds_all else await student.longest_prompt(name))
 
 
 def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from understudy.observability.advisories.gather import advisories_of
-from understudy.observability.report import accuracy_table, note_of, teachers_measured
+from understudy.observability.report import accuracy_table, is_share, mean_reward, note_of, teachers_measured
 from understudy.observability.rundir import RunDir, read_json
 from understudy.run.outcome import RunOutcome
 
@@ -21,12 +21,17 @@ def finish(run: RunOutcome) -> int:
         keys = {"before": "before", "after": "after"}
         if teachers_measured(table):
             keys |= {"teacher": "teacher", "of_teacher": "after / teacher"}
-        view = Table(title="held-out accuracy", title_justify="left")
+        rewards = ("before", "after", "teacher")
+        share = is_share(*(entry[key] for entry in table for key in rewards))
+        view = Table(title=f"held-out {'accuracy' if share else 'mean reward'}", title_justify="left")
         view.add_column("data source")
         for title in keys.values():
             view.add_column(title, justify="right")
         for entry in table:
-            figures = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in keys]
+            figures = [
+                "–" if entry[key] is None else mean_reward(entry[key], share or key not in rewards)
+                for key in keys
+            ]
             view.add_row(entry["source"], *figures)
         console.print(view)
         if not teachers_measured(table):

@@ -12,16 +12,24 @@ from understudy.planning.preflight import Findings, preflight
 
 
 def checked_recipe(
-    path: Path, overrides: Sequence[str], *, progress: bool = True, findings: Findings | None = None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    progress: bool = True,
+    findings: Findings | None = None,
+    new_run: bool = True,
 ) -> Recipe:
     """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together.
-    `findings` receives everything else that was found, for a command that starts nothing."""
+    `findings` receives everything else that was found, for a command that starts nothing. `new_run`: its
+    run.dir must be free."""
     recipe, problems = examine(read_tables(path, overrides))
     if recipe is not None:
         # Wrong keys were taken out before this check; most findings do not depend on each other.
         problems += [
             problem
-            for problem in preflight(recipe, progress=progress, findings=findings, starting=findings is None)
+            for problem in preflight(
+                recipe, progress=progress, findings=findings, starting=findings is None, new_run=new_run
+            )
             if problem not in problems and NOT_GIVEN not in problem
         ]
     if problems or recipe is None:

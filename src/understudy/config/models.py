@@ -126,6 +126,9 @@ class TeacherConfig(Section):
     """Tokens of one forward pass of a replica."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 60.0
     """After this long without a reply a request is retried on another replica."""
+    outage_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """`external` only: after this long without an answer from any of `urls` the run ends, and can be resumed.
+    Rows wait meanwhile."""
     hedge_after_seconds: Annotated[float, Field(gt=0)] | None = None
     """After this long a second replica is asked as well, and the first reply wins; not set: never."""
     cache_bytes: Annotated[int, Field(ge=0)] = 0
@@ -203,6 +206,11 @@ class TeacherConfig(Section):
         if self.token_env:
             raise ValueError(
                 "`token_env` belongs to placement = 'external': replicas that this run starts get a token of the run's own"
+            )
+        if "outage_seconds" in self.model_fields_set and self.outage_seconds != 600.0:
+            raise ValueError(
+                "`outage_seconds` belongs to placement = 'external': replicas that this run starts are restarted "
+                "cluster.restarts.teacher times"
             )
         if self.backend not in ("auto", "native"):
             raise ValueError(

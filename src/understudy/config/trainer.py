@@ -93,6 +93,12 @@ class TrainerConfig(Section):
             return self.steps
         return max(math.ceil(round(self.passes * rows / self.batch_size, 6)), 1)
 
+    def length_note(self, rows: int) -> str | None:
+        """How many steps `passes` are; None if the recipe names steps."""
+        if self.passes is None:
+            return None
+        return f"trainer.passes = {self.passes:g} over {rows} rows in batches of {self.batch_size}: {self.steps_over(rows)} steps"
+
     @model_validator(mode="after")
     def _one_length(self) -> TrainerConfig:
         if self.passes is not None and "steps" in self.model_fields_set:

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from understudy.observability.redact import printable
+from understudy.observability.report import is_share
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
@@ -131,10 +132,15 @@ class LiveView:
     def _figures(self) -> list[tuple[str, str]]:
         get = self._line.get
         figures = []
+        held_out = is_share(get("val/accuracy"))
         for label, key, form in (
             ("loss", "actor/loss", "{:.4f}"),
             ("KL", "actor/distillation/loss", "{:.4f}"),
-            ("accuracy", "val/accuracy", "{:.1%}"),
+            (
+                "accuracy" if held_out else "held-out reward",
+                "val/accuracy",
+                "{:.1%}" if held_out else "{:.4g}",
+            ),
             ("reward", "critic/score/mean", "{:.3f}"),
             ("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
             ("queue", "perf/queue_depth", "{:.0f}"),

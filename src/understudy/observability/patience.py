@@ -1,4 +1,4 @@
-"""Progress of slow work: silent for the first seconds, then a bar or a line every few seconds."""
+"""Progress of slow work: silent for the first seconds, then a bar or a line now and then."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Patience:
     shares the quiet time.
 
     A thread of its own prints, so work that never calls `advance` is shown too. In a terminal it is a bar
-    that disappears, otherwise a line every few seconds.
+    that disappears, otherwise a line after 5, 10, 20, … seconds.
     """
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
@@ -40,7 +40,7 @@ class Patience:
 
     @contextmanager
     def work(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        done, ended = 0, threading.Event()
+        done, ended, began = 0, threading.Event(), time.monotonic()
 
         def advance(pieces: int) -> None:
             nonlocal done
@@ -52,11 +52,16 @@ class Patience:
             if self._console.is_terminal:
                 self._bar(text, total, ended, lambda: done)
                 return
+            pause = _PLAIN_SECONDS
             while True:
-                so_far = f": {done:,} of {total:,}" if total else ""
+                seconds = time.monotonic() - began
+                so_far = (
+                    f": {done:,} of {total:,}" if total else f", for {seconds:.0f} s" if seconds >= 1 else ""
+                )
                 self._console.print(f"{text}{so_far}", highlight=False, markup=False, soft_wrap=True)
-                if ended.wait(_PLAIN_SECONDS):
+                if ended.wait(pause):
                     return
+                pause *= 2
 
         talker = threading.Thread(target=talk, name="patience", daemon=True)
         if self._enabled:

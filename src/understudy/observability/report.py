@@ -18,6 +18,16 @@ def teachers_measured(table: Sequence[dict[str, Any]]) -> bool:
     return any(entry["teacher"] is not None for entry in table)
 
 
+def is_share(*values: float | None) -> bool:
+    """Whether mean rewards can be read as shares of solved problems."""
+    return all(value is None or 0 <= value <= 1 for value in values)
+
+
+def mean_reward(value: float, share: bool) -> str:
+    """A held-out figure as text: a percentage, or a number if rewards go beyond 0 … 1."""
+    return f"{value:.1%}" if share else f"{value:.4g}"
+
+
 def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry per data source: the student before and after, the teacher, and the ratio of the two. A run
     that ended before its second evaluation has no figure for "after"."""

@@ -53,11 +53,7 @@ class RunDir:
         """Makes a new folder; a folder that already holds a run is never overwritten."""
         if wanted is not None:
             run = cls(Path(wanted))
-            if not _is_free(run.path):
-                what = "holds a run already" if run.recipe.exists() else "exists and is not empty"
-                raise RunDirectoryError(
-                    f"{run.path} {what}; continue it with `understudy resume {run.path}`, or name another folder in run.dir"
-                )
+            run.check_new()
         else:
             run = cls(cls.fresh_path(name, base))
         try:
@@ -69,6 +65,14 @@ class RunDir:
         except OSError as error:
             raise cannot_be_made(run.path, error) from None
         return run
+
+    def check_new(self) -> None:
+        """Raises if the folder is not empty."""
+        if not _is_free(self.path):
+            what = "holds a run already" if self.recipe.exists() else "exists and is not empty"
+            raise RunDirectoryError(
+                f"{self.path} {what}; continue it with `understudy resume {self.path}`, or name another folder in run.dir"
+            )
 
     @staticmethod
     def fresh_path(name: str, base: Path = Path("runs")) -> Path:
@@ -213,9 +217,9 @@ def check_free(out: Path) -> None:
         raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
 
 
-def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:
-    """Raises if a run directory could not be made. Permissions, mounts and quotas have many rules, so it
-    makes and removes a folder in the nearest existing one."""
+def probe_run_dir(wanted: str | None, base: Path = Path("runs"), *, new: bool = True) -> None:
+    """Raises if a run directory could not be made, or if `new` and the folder is not empty. Permissions, mounts
+    and quotas have many rules, so it makes and removes a folder in the nearest existing one."""
     path = Path(wanted) if wanted is not None else base
     try:
         exists = path.exists()
@@ -229,6 +233,8 @@ def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".understudy-", dir=nearest))
     except OSError as error:
         raise cannot_be_made(path, error) from None
+    if new and wanted is not None:
+        RunDir(path).check_new()
 
 
 def write_atomically(path: Path, text: str) -> None:

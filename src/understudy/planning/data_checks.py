@@ -6,7 +6,8 @@ Every problem names the file and the row. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,10 @@ from understudy.config import Recipe
 from understudy.config.base import nearest
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
-from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
-from understudy.planning.teacher_checks import Measure
+from understudy.planning.overlong import Overlong, PromptLimits, settle_overlong
+from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.agents.registry import LoopChoice, Schemas
-from understudy.rollout.dataset import Dataset, Row, content_of
+from understudy.rollout.dataset import Dataset, Row, content_of, picture_sources
 from understudy.types.prompt import Prompt
 
 _SHOWN = 3
@@ -41,24 +42,24 @@ def check_rows(
     recipe: Recipe,
     dataset: Dataset,
     role: str,
-    student: ModelFolder | None,
+    limits: PromptLimits,
     measure: Measure | None,
     advance: Callable[[int], None],
 ) -> CheckedRows:
     """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row
     checked."""
     checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
-    room = prompt_limit(recipe.data, recipe.rollout, student.context if student else None)
     if measure is None or checked.problems:
         return checked
-    overlong = Overlong(role, recipe.data.overlong, room)
+    overlong = Overlong(role, recipe.data.overlong, limits)
     for number, row in enumerate(dataset.rows):
         advance(1)
         try:
-            overlong.see(number, measure(row) or 0)
+            found = measure(row)
         except DataError as error:
             checked.problems.append(f"{role}: {dataset.place(number)} {error}")
             return checked
+        overlong.see(number, row, found.length if found else 0)
     try:
         checked.dataset, checked.notes = settle_overlong(overlong, dataset, recipe.data, recipe.rollout)
     except DataError as error:
@@ -86,6 +87,12 @@ def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
                 f"{role}: {dataset.place(number)} is plain text (`prompt`), and the tool loop reads chats: tools are told to the student "
                 'by its chat template. Give the row `messages` ([{"role": "user", "content": "…"}])'
             )
+        elif name == "tool" != rollout.agent and not rollout.agent_options.get("tool", {}).get("tools"):
+            problems.append(
+                f"{role}: {dataset.place(number)} asks for the tool loop (`agent`, or verl's tool_agent), and the recipe names no tools "
+                'for it; set rollout.agent_options.tool.tools, for example ["calculator"]'
+            )
+            break
         if len(problems) == _SHOWN:
             break
     return problems
@@ -123,9 +130,9 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
 def measured_once(measure: Measure) -> Measure:
     """Caches a measure: rendering and tokenizing take most of a check's time, and two checks need the
     lengths."""
-    known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
+    known: dict[int, tuple[Mapping[str, Any], Measured | None]] = {}
 
-    def remembered(row: Mapping[str, Any]) -> int | None:
+    def remembered(row: Mapping[str, Any]) -> Measured | None:
         if id(row) not in known:
             known[id(row)] = (row, measure(row))  # the row is kept alive, so that its id is not reused
         return known[id(row)][1]
@@ -133,17 +140,64 @@ def measured_once(measure: Measure) -> Measure:
     return remembered
 
 
-def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None) -> Measure | None:
+def clipped(measure: Measure | None, limits: PromptLimits, rule: str) -> Measure | None:
     """The lengths of prompts as they are sent: truncated ones with `data.overlong = "truncate_left"`."""
-    limit = prompt_limit(recipe.data, recipe.rollout, student.context if student else None)
-    if measure is None or limit is None or recipe.data.overlong != "truncate_left":
+    if measure is None or rule != "truncate_left":
         return measure
-    return lambda row: min(measure(row) or 0, limit)
+
+    def cut(row: Row) -> Measured | None:
+        found = measure(row)
+        limit = limits.of(row)
+        return Measured(limit) if found and limit is not None and found.length > limit else found
+
+    return cut
 
 
-def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None = None) -> Measure:
+Lacked = Mapping[str, Mapping[int, str]]
+"""By model of the run: the student's tokens that it lacks, by id."""
+
+
+def tokens_fit(
+    recipe: Recipe, dataset: Dataset, measure: Measure, lacked: Lacked, teacher: str | None = None
+) -> CheckedRows:
+    """Finds the rows of data.train whose prompt holds a token that a model of the run lacks; no teacher scores
+    them. `teacher`: the prompt is this teacher's own. Placeholders of pictures are no such tokens."""
+    checked = CheckedRows(dataset)
+    found: dict[int, int] = {}
+    for number, row in enumerate(dataset.rows):
+        if picture_sources(row) or (teacher and not scores_row(recipe.data, recipe.teachers, teacher, row)):
+            continue
+        with suppress(DataError):  # a prompt that cannot be rendered is reported elsewhere
+            if (one := measure(row)) and one.lacked is not None:
+                found[number] = one.lacked
+    if not found:
+        return checked
+    first, token = next(iter(found.items()))
+    owners = [place for place, tokens in lacked.items() if token in tokens]
+    prompt = f"the prompt of teachers.{teacher} for" if teacher else "the prompt of"
+    line = (
+        f"data.train: {prompt} {dataset.place(first)} holds {lacked[owners[0]][token]!r} (id {token}), which {', '.join(owners)} "
+        f"lacks, so the row cannot be scored ({len(found)} of {len(dataset)} rows)"
+    )
+    if len(found) > recipe.trainer.max_dead_letters * len(dataset):
+        checked.problems.append(
+            f"{line}; choose a model that has the token, or leave it out of the rows and of the student's chat template "
+            "(rollout.template_options)"
+        )
+    else:
+        checked.notes.append(f"{line}; each becomes a dead letter")
+    return checked
+
+
+def prompt_length(
+    student: ModelFolder,
+    recipe: Recipe,
+    schemas: Schemas | None = None,
+    lacked: Collection[int] = frozenset(),
+) -> Measure:
     """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch).
-    `schemas` gives the tools that the row's agent loop shows to the student."""
+    `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
+    for."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -175,7 +229,7 @@ def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None 
             messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
         ), False
 
-    def measure(row: Row) -> int | None:
+    def measure(row: Row) -> Measured | None:
         try:
             text, plain = render(row)
         except DataError:
@@ -186,8 +240,9 @@ def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None 
             )
             raise DataError(f"cannot be rendered by the student's chat template: {reason}") from None
         try:
-            return len(tokenizer.encode(text, add_special_tokens=plain).ids)
+            ids = tokenizer.encode(text, add_special_tokens=plain).ids
         except Exception as error:  # a text that the tokenizer cannot read
             raise DataError(f"cannot be tokenized: {type(error).__name__}: {error}") from None
+        return Measured(len(ids), next((one for one in ids if one in lacked), None) if lacked else None)
 
     return measure

@@ -16,7 +16,7 @@ from understudy.media.pictures import PictureError, PictureLimits, Pictures, Pic
 from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
-from understudy.planning.teacher_checks import Measure, scores_row
+from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.dataset import Dataset, Row, picture_sources
 
 
@@ -38,7 +38,7 @@ def picture_problems(
         problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
     for name, teacher in recipe.teachers.items():
         sent = (
-            next((i for i in rows if scores_row(recipe, name, dataset.rows[i])), None)
+            next((i for i in rows if scores_row(recipe.data, recipe.teachers, name, dataset.rows[i])), None)
             if role == "data.train"
             else None
         )
@@ -96,16 +96,16 @@ def with_picture_tokens(measure: Measure, recipe: Recipe, student: ModelFolder) 
         assert found is not None
         return len(tokenizer.encode(found.text_of(size), add_special_tokens=False).ids)
 
-    def measured(row: Row) -> int | None:
-        length = measure(row)
+    def measured(row: Row) -> Measured | None:
+        found = measure(row)
         parts = picture_sources(row)
-        if not parts or length is None:
-            return length
+        if not parts or found is None:
+            return found
         try:
             shown = [tokens_of(sizes.size(str(part["image"]))) for part in parts if "image" in part]
         except PictureError:
             return None  # `look_at_pictures` reports it; the row becomes a dead letter
-        return length + sum(shown) - len(shown)
+        return found._replace(length=found.length + sum(shown) - len(shown))
 
     return measured
 

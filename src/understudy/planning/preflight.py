@@ -19,19 +19,29 @@ from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.loggers.logged_metrics import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
-from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
+from understudy.planning.data_checks import (
+    Lacked,
+    check_rows,
+    clipped,
+    measured_once,
+    prompt_length,
+    tokens_fit,
+)
 from understudy.planning.image_checks import look_at_pictures, picture_problems, with_picture_tokens
 from understudy.planning.models.config_checks import models_load
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
-from understudy.planning.models.pairs import Side, pair_notes, pair_problems
+from understudy.planning.models.pairs import Side, pair_notes, pair_problems, tokens_lacked
 from understudy.planning.objective import describe
+from understudy.planning.overlong import prompt_limits
 from understudy.planning.reward_check import check_reward
 from understudy.planning.seating import seat
 from understudy.planning.teacher_checks import (
     Measure,
+    Measured,
     Row,
     contexts_fit,
+    contexts_of,
     mixtures_fit,
     own_prompts,
     prompts_render,
@@ -113,12 +123,17 @@ class Findings:
 
 
 def preflight(
-    recipe: Recipe, *, progress: bool = False, findings: Findings | None = None, starting: bool = True
+    recipe: Recipe,
+    *,
+    progress: bool = False,
+    findings: Findings | None = None,
+    starting: bool = True,
+    new_run: bool = True,
 ) -> list[str]:
     """Every problem, one line each; with `progress`, long checks report their progress.
 
     `starting`: the run starts on this machine next, so a hub that cannot be asked is a problem. If the recipe
-    is only checked, or its models are loaded on other machines, it is a note."""
+    is only checked, or its models are loaded on other machines, it is a note. `new_run`: run.dir must be free."""
     look_in(recipe.run.python_path)
     findings = findings or Findings()
     patience = Patience(enabled=progress)
@@ -139,7 +154,7 @@ def preflight(
     student = models.get("student")
     attempt(lambda: seat(recipe, None))
     problems += signals_fit(recipe)
-    attempt(lambda: _pairs_fit(models, problems, findings))
+    lacked = attempt(lambda: _pairs_fit(models, problems, findings)) or {}
     folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():
         problems += _ports(name, teacher.ports)
@@ -154,7 +169,12 @@ def preflight(
     for name in recipe.rollout.agent_options if loops else ():
         attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]
     schemas = loops.schemas if loops else None
-    whole = with_picture_tokens(prompt_length(student, recipe, schemas), recipe, student) if student else None
+    searched = {number for tokens in lacked.values() for number in tokens}
+    whole = (
+        with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
+        if student
+        else None
+    )
     measure = measured_once(whole) if whole else None
     prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
     problems += sessions_can_be_shown(recipe, prompts)
@@ -162,6 +182,11 @@ def preflight(
         findings.notes.append(
             f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"
         )
+    room = recipe.data, recipe.rollout, student.context if student else None
+    limits = {
+        "train": prompt_limits(*room, recipe.teachers, contexts_of(recipe.teachers, folders)),
+        "eval": prompt_limits(*room),
+    }
     read: dict[str, Dataset] = {}
     for key in ("train", "eval"):
         sources, name = getattr(recipe.data, key), f"data.{key}"
@@ -171,12 +196,15 @@ def preflight(
             dataset = attempt(lambda sources=sources, name=name: load_dataset(sources, name))  # type: ignore[misc]
         if dataset is None:
             continue
+        shown = dataset.with_pictures()
+        unread = picture_problems(recipe, dataset, name, student, folders) if shown else []
+        problems += unread
         with patience.work(f"checking the rows of {name}", len(dataset)) as advance:
-            checked = check_rows(recipe, dataset, name, student, measure, advance)
+            # The chat template of a student that reads no pictures cannot render them: the line above says why.
+            checked = check_rows(recipe, dataset, name, limits[key], None if unread else measure, advance)
         problems += checked.problems
         findings.notes += checked.notes
-        if shown := dataset.with_pictures():
-            problems += picture_problems(recipe, dataset, name, student, folders)
+        if shown:
             with patience.work(f"looking at the pictures of {name}", len(shown)) as advance:
                 found = attempt(
                     lambda dataset=dataset, name=name, advance=advance: look_at_pictures(  # type: ignore[misc]
@@ -192,15 +220,19 @@ def preflight(
             problems += mixtures_fit(recipe, checked.dataset)
             own = {name: measured_once(_own_length(one, whole)) for name, one in prompts.items()}
             problems += prompts_render(recipe, checked.dataset, own)
-            sent = clipped(measure, recipe, student)
+            sent = clipped(measure, limits[key], recipe.data.overlong)
             problems += contexts_fit(recipe, checked.dataset, folders, sent, own)
+            for teacher, one in ((None, sent), *own.items()) if lacked and sent else ():
+                written = tokens_fit(recipe, checked.dataset, one, lacked, teacher)
+                problems += written.problems
+                findings.notes += written.notes
     if recipe.data.reward:
         with patience.work("asking the reward about the first rows"):
             reward = check_reward(recipe, read)
         problems += reward.problems
         findings.notes += reward.notes
     attempt(lambda: _rollouts_can_be_made(recipe, student))
-    attempt(lambda: probe_run_dir(recipe.run.dir))
+    attempt(lambda: probe_run_dir(recipe.run.dir, new=new_run))
     problems += missing_loggers(recipe.run.loggers)
     problems += missing_extras(recipe)
     return list(dict.fromkeys(problems))
@@ -209,7 +241,7 @@ def preflight(
 def _own_length(prompt: TeacherPrompt, length: Measure | None) -> Measure:
     """The tokens of a teacher's own prompt; None if the student's tokenizer is not known."""
 
-    def measure(row: Row) -> int | None:
+    def measure(row: Row) -> Measured | None:
         seen = prompt.of_row(row)
         return None if length is None else length(seen)
 
@@ -239,17 +271,18 @@ def _writes_on_a_cpu(recipe: Recipe) -> bool:
     return not remote and (device == "cpu" or (device == "auto" and not visible_gpus()))
 
 
-def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> None:
-    """Checks that every other model maps token ids as the student does; other differences become notes."""
+def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> Lacked:
+    """Checks that every other model maps token ids as the student does; other differences become notes. Returns
+    the tokens that prompts must not hold."""
     if "student" not in models:
-        return
+        return {}
     student = Side.of(models["student"], "student")
-    for place, folder in models.items():
-        if place != "student":
-            other = Side.of(folder, place)
-            found = pair_problems(student, other)
-            problems += found
-            findings.notes += [] if found else pair_notes(student, other)
+    others = [Side.of(folder, place) for place, folder in models.items() if place != "student"]
+    for other in others:
+        found = pair_problems(student, other)
+        problems += found
+        findings.notes += [] if found else pair_notes(student, other)
+    return tokens_lacked(student, others)
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:

@@ -6,9 +6,9 @@ Imports no torch: `understudy check` runs this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import DataConfig, Recipe, TeacherConfig
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import workers_write_rows
@@ -16,8 +16,18 @@ from understudy.rollout.dataset import Dataset
 from understudy.rollout.teacher_prompts import TeacherPrompt
 
 Row = Mapping[str, Any]
-Measure = Callable[[Row], int | None]
-"""The number of tokens of a row's prompt; None if unknown."""
+
+
+class Measured(NamedTuple):
+    """A row's prompt in the student's tokens."""
+
+    length: int
+    lacked: int | None = None
+    """The first of its ids that a model of the run has no token for."""
+
+
+Measure = Callable[[Row], Measured | None]
+"""None if the student's tokenizer is not known."""
 _CLOSED_SIGNALS = ("sampled", "topk")
 """The signals that servers other than ours can give."""
 
@@ -55,12 +65,18 @@ def prompts_render(recipe: Recipe, dataset: Dataset, own: Mapping[str, Measure])
     for name, measure in own.items():
         for number, row in enumerate(dataset.rows):
             try:
-                if scores_row(recipe, name, row):
+                if scores_row(recipe.data, recipe.teachers, name, row):
                     measure(row)
             except DataError as error:
                 problems.append(f"data.train: {dataset.place(number)}: {error}")
                 break
     return problems
+
+
+def contexts_of(teachers: Mapping[str, TeacherConfig], folders: Mapping[str, ModelFolder]) -> dict[str, int]:
+    """The tokens that a sequence may have at each teacher that the run starts, where that is known."""
+    known = {name: (folder.context, teachers[name].context_length) for name, folder in folders.items()}
+    return {name: min(one for one in both if one) for name, both in known.items() if any(both)}
 
 
 def contexts_fit(
@@ -72,22 +88,23 @@ def contexts_fit(
 ) -> list[str]:
     """Every teacher's context must hold prompt + response + 1 of the rows it scores; the message shows the
     sum. `own_prompts`: the lengths of the prompts of teachers that do not read the student's."""
-    problems, holds = [], {}
+    problems = []
     for name, folder in folders.items():
         own, wanted = folder.context, recipe.teachers[name].context_length
         if own and wanted and wanted > own:
             problems.append(
                 f"teachers.{name}.context_length = {wanted}: {folder.path.name} holds {own} positions; lower it"
             )
-        if own or wanted:
-            holds[name] = min(own or wanted or 0, wanted or own or 0)
+    holds = contexts_of(recipe.teachers, folders)
     if problems or not holds:
         return problems
     rows = dataset.rows
     students = _lengths(rows, measure)
     for name, room in holds.items():
         lengths = _lengths(rows, own_prompts[name]) if own_prompts and name in own_prompts else students
-        mine = [number for number, row in enumerate(rows) if scores_row(recipe, name, row)]
+        mine = [
+            number for number, row in enumerate(rows) if scores_row(recipe.data, recipe.teachers, name, row)
+        ]
         needs = {number: lengths[number] + recipe.rollout.max_new_tokens + 1 for number in mine}
         over = [number for number in mine if needs[number] > room]
         if over:
@@ -157,18 +174,19 @@ def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
     lengths = []
     for row in rows:
         try:
-            lengths.append(measure(row) or 1)
+            found = measure(row)
+            lengths.append(found.length if found else 1)
         except DataError:  # reported by `check_rows`
             lengths.append(1)
     return lengths
 
 
-def scores_row(recipe: Recipe, name: str, row: Row) -> bool:
-    weights = row.get(recipe.data.mixture_key)
+def scores_row(data: DataConfig, teachers: Mapping[str, TeacherConfig], name: str, row: Row) -> bool:
+    weights = row.get(data.mixture_key)
     if isinstance(weights, Mapping):
         return bool(weights.get(name))
-    if len(recipe.teachers) == 1:
+    if len(teachers) == 1:
         return True
-    value = row.get(recipe.data.teacher_key)
-    keys = {teacher.key for teacher in recipe.teachers.values()}
-    return value == recipe.teachers[name].key or (name == recipe.data.default_teacher and value not in keys)
+    value = row.get(data.teacher_key)
+    keys = {teacher.key for teacher in teachers.values()}
+    return value == teachers[name].key or (name == data.default_teacher and value not in keys)

@@ -82,7 +82,7 @@ _UNSUPPORTED: dict[str, str] = {
     "vllm_structured_outputs_regex": "rollouts are not constrained",
     "use_teacher_server": "serve the teacher with vLLM or `understudy serve-teacher`, and name it: teachers.NAME.placement = 'external', urls",
     "teacher_model_server_url": "serve the teacher with vLLM or `understudy serve-teacher`, and name it: teachers.NAME.placement = 'external', urls",
-    "push_to_hub": "`understudy export RUN OUT` writes a Hugging Face folder with a model card",
+    "push_to_hub": "`understudy export RUN OUT --push ORG/NAME` writes a Hugging Face folder with a model card and uploads it",
     "hub_*": "`understudy export RUN OUT` writes a Hugging Face folder with a model card",
     "adam_beta1": "AdamW's betas are 0.9 and 0.999",
     "adam_beta2": "AdamW's betas are 0.9 and 0.999",

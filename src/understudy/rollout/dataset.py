@@ -42,6 +42,9 @@ class Dataset:
     """The file and line of each row, for messages."""
     pictures: Pictures | None = None
     """Stores the pictures of prompts; None: prompts keep their sources."""
+    limits: Sequence[int | None] = ()
+    """The most tokens of each row's prompt, which is cut to them; empty: as many as the student's context
+    allows."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,8 +61,13 @@ class Dataset:
             self,
             rows=[self.rows[i] for i in ordinals],
             places=[self.place(i) for i in ordinals],
+            limits=[self.limits[i] for i in ordinals] if self.limits else (),
             fingerprint=chosen,
         )
+
+    def cut_to(self, limits: Sequence[int | None]) -> Dataset:
+        """The same rows, with prompts of at most this many tokens."""
+        return replace(self, limits=limits)
 
     def prompt(self, ordinal: int, *, key: str, epoch: int) -> Prompt:
         """The row at `ordinal` as a prompt instance."""
@@ -76,6 +84,7 @@ class Dataset:
             messages=tuple(content) if chat and content else (),
             text=None if chat else content,
             columns={name: value for name, value in row.items() if name not in _CONTENT},
+            max_tokens=self.limits[ordinal] if self.limits else None,
         )
 
     def storing(self, pictures: Pictures | None) -> Dataset:

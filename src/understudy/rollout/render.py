@@ -75,13 +75,15 @@ class Renderer:
             ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:
             raise DataError(f"prompt {prompt.key} (row {prompt.ordinal}) renders to no tokens at all")
-        if len(ids) <= self._limit:
+        limit = self._limit_of(prompt)
+        if len(ids) <= limit:
             return ids
-        if self._truncate and self._limit > 0 and not media:  # a prompt with pictures is never cut
-            return ids[-self._limit :]
-        if self._limit < self._context - self._reserve:
+        if self._truncate and limit > 0 and not media:  # a prompt with pictures is never cut
+            return ids[-limit:]
+        if limit < self._context - self._reserve:
+            why = "data.max_prompt_tokens is" if limit == self._limit else "its teacher has room for"
             raise DataError(
-                f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; data.max_prompt_tokens is {self._limit}"
+                f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; {why} {limit}"
             )
         raise DataError(
             f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; the context is {self._context} and "
@@ -107,8 +109,11 @@ class Renderer:
         except Exception:  # one prompt cannot be rendered; `render` will say which
             return
         for prompt, ids in zip(chats, rows, strict=True):
-            if 0 < len(ids) <= self._limit:
+            if 0 < len(ids) <= self._limit_of(prompt):
                 self._ready[prompt.key] = (prompt, np.asarray(ids, dtype=np.int32))
+
+    def _limit_of(self, prompt: Prompt) -> int:
+        return self._limit if prompt.max_tokens is None else min(self._limit, prompt.max_tokens)
 
     def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
         """int32 [T]: the tokens between the student's turn and its next one, with `messages` in between.

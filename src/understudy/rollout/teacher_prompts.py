@@ -110,8 +110,8 @@ class TeacherPrompt:
         columns = {**prompt.columns, "data_source": prompt.data_source or None}
         content = self._content(columns, own, session)
         if isinstance(content, str):
-            return replace(prompt, text=content, messages=())
-        return replace(prompt, text=None, messages=tuple(content))
+            return replace(prompt, text=content, messages=(), max_tokens=None)
+        return replace(prompt, text=None, messages=tuple(content), max_tokens=None)
 
     def _content(
         self,
@@ -227,10 +227,6 @@ class TeacherPrompts:
                 "rows with pictures to a teacher that reads the student's prompt"
             )
         ids = self._renderer.render(own.of(prompt, session or SessionFacts()), tools=self._schemas(prompt))
-        at = None if self._usable is None else self._usable.first_unusable(ids)
-        if at is not None:
-            raise DataError(
-                f"prompt {prompt.key} of teachers.{teacher}: token id {ids[at]} at position {at} has no token for one of the "
-                "run's models"
-            )
+        if self._usable is not None:
+            self._usable.check(ids, f"prompt {prompt.key} of teachers.{teacher}")
         return ids

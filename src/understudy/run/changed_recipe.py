@@ -80,6 +80,7 @@ ACCEPTED: Mapping[str, str] = {
     "teachers.*.threads": _ROUNDING,
     "teachers.*.max_batch_tokens": _ROUNDING,
     "teachers.*.deadline_seconds": "how long a replica is waited for",
+    "teachers.*.outage_seconds": "how long servers are waited for",
     "teachers.*.hedge_after_seconds": "how long a replica is waited for",
     "teachers.*.cache_bytes": "how much memory scores take",
     "dataplane.*": "how much memory rows take",
@@ -138,6 +139,8 @@ class Change:
     reason: str
 
     def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.key} = {_shown(self.after)}, which was not set ({self.reason})"
         return f"{self.key}: {_shown(self.before)} → {_shown(self.after)} ({self.reason})"
 
 
@@ -164,6 +167,8 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
         ):  # computed from the rows when they are read
             continue
         reason = _accepted(key)
+        if key == "trainer.passes":
+            reason = f"{reason}; in place of trainer.steps = {old['trainer.steps']}"
         lowered = after.trainer.mode == "fully_async" and key in ONLY_MORE and new[key] < old[key]
         if reason is not None and not lowered:
             accepted.append(Change(key, old.get(key), new.get(key), reason))

@@ -23,6 +23,7 @@ from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.planning.models.opened import check_present
+from understudy.planning.overlong import prompt_limits
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import load_dataset
@@ -89,9 +90,14 @@ async def evaluate_model(
     problems = load_dataset(source, "--data" if data else "data.eval").storing(Pictures(MediaStore(media)))
     if recipe:
         problems, notes = without_overlong(
-            recipe.data, recipe.rollout, problems, "data.eval", student.tokenizer, student.context,
+            recipe.data,
+            recipe.rollout,
+            problems,
+            "data.eval",
+            student.tokenizer,
+            prompt_limits(recipe.data, recipe.rollout, student.context),
             student.pictures.processor if student.pictures is not None else None,
-        )  # fmt: skip
+        )
         for note in notes:
             view.note(note)
     prompts = eval_prompts(problems, samples)

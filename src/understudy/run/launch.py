@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -114,11 +115,11 @@ async def launch(
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
-    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
+    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     if rows:
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
-    recipe = _settled(recipe, run).with_steps(len(data.train))
+    recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_length(recipe, data)
     _write_recipe(recipe, run)
     return await _train(recipe, data, run, progress, next_command, callbacks=callbacks)
 
@@ -132,13 +133,18 @@ async def resume(
     """
     run = RunDir.open(path)
     recipe, changes = changed_recipe(run, overrides)
-    problems = preflight(recipe, progress=progress)
+    problems = preflight(recipe, progress=progress, new_run=False)
     if problems:
         raise ConfigError(problems)
     seat_here(recipe, gpu_names())
-    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
-    recipe = recipe.with_steps(len(data.train))
+    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
+    recipe, data = recipe.with_steps(len(data.train)), _with_length(recipe, data)
     saved = last_checkpoint_step(run)
+    if saved > recipe.trainer.steps:
+        raise ConfigError(
+            f"trainer.steps = {recipe.trainer.steps}: {run.path} has taken {saved} steps already; steps are counted from the start of "
+            f"the run, so give more than {saved}, or leave it out"
+        )
     if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
             view.note(
@@ -146,6 +152,12 @@ async def resume(
             )
         return RunOutcome(run.path, saved, read_metrics(run.metrics))
     return await _train(recipe, data, run, progress, None, changes, callbacks)
+
+
+def _with_length(recipe: Recipe, data: PromptData) -> PromptData:
+    """The data with a note of how many steps `trainer.passes` are."""
+    note = recipe.trainer.length_note(len(data.train))
+    return replace(data, notes=[*data.notes, note]) if note else data
 
 
 def _write_recipe(recipe: Recipe, run: RunDir) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from understudy.config import DataConfig, RolloutConfig, StudentConfig
+from understudy.config import DataConfig, RolloutConfig, StudentConfig, TeacherConfig
 from understudy.errors import DataError
 from understudy.media.pictures import PictureLimits, Pictures, PictureSizes
 from understudy.media.processor import PictureProcessor, PictureReader, vision_family
 from understudy.media.sources import PictureSources
 from understudy.media.store import MediaStore
-from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
+from understudy.planning.models.opened import open_teachers
+from understudy.planning.overlong import Overlong, PromptLimits, prompt_limits, settle_overlong
+from understudy.planning.teacher_checks import contexts_of
 from understudy.policy.load import context_of_config, load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
@@ -40,17 +43,28 @@ class PromptData:
         return replace(self, train=self.train.storing(pictures), eval=held_out)
 
 
-def open_data(data: DataConfig, rollout: RolloutConfig, student: StudentConfig) -> PromptData:
+def open_data(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    student: StudentConfig,
+    teachers: Mapping[str, TeacherConfig] | None = None,
+) -> PromptData:
     """Reads a run's datasets. If prompts have a length limit, all are rendered with the student's
-    tokenizer."""
+    tokenizer. `teachers` score the training rows and limit their prompts too."""
     train = load_dataset(data.train, "data.train")
     held_out = load_dataset(data.eval, "data.eval") if data.eval else None
     notes: list[str] = []
     if _is_limited(data):
-        facts = _student_facts(student)
-        train, notes = without_overlong(data, rollout, train, "data.train", *facts)
+        tokenizer, context, processor = _student_facts(student)
+        teachers = teachers or {}
+        contexts = contexts_of(teachers, open_teachers(teachers))
+        scored = prompt_limits(data, rollout, context, teachers, contexts)
+        train, notes = without_overlong(data, rollout, train, "data.train", tokenizer, scored, processor)
         if held_out is not None:
-            held_out, more = without_overlong(data, rollout, held_out, "data.eval", *facts)
+            limits = prompt_limits(data, rollout, context)
+            held_out, more = without_overlong(
+                data, rollout, held_out, "data.eval", tokenizer, limits, processor
+            )
             notes += more
     return PromptData(train, held_out, notes)
 
@@ -71,11 +85,11 @@ def without_overlong(
     dataset: Dataset,
     role: str,
     tokenizer: PreTrainedTokenizerBase,
-    context: int,
+    limits: PromptLimits,
     processor: PictureProcessor | None,
 ) -> tuple[Dataset, list[str]]:
-    """The rows after `data.overlong` was applied, and notes for the user. Tokenizer, context and processor are
-    the student's."""
+    """The rows after `data.overlong` was applied, and notes for the user. Tokenizer and processor are the
+    student's."""
     if not _is_limited(data):
         return dataset, []
     loops = LoopChoice(rollout.agent, rollout.agent_options)
@@ -91,7 +105,7 @@ def without_overlong(
         template_options=rollout.template_options,
         pictures=reader,
     )
-    overlong = Overlong(role, data.overlong, prompt_limit(data, rollout, context))
+    overlong = Overlong(role, data.overlong, limits)
     for start in range(0, len(dataset), _AT_A_TIME):
         ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
         prompts = [seen.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
@@ -100,7 +114,8 @@ def without_overlong(
             with suppress(
                 DataError
             ):  # a prompt that cannot be rendered becomes a dead letter when its turn comes
-                overlong.see(prompt.ordinal, len(renderer.render(prompt, tools=loops.schemas(prompt))))
+                length = len(renderer.render(prompt, tools=loops.schemas(prompt)))
+                overlong.see(prompt.ordinal, dataset.rows[prompt.ordinal], length)
     return settle_overlong(overlong, dataset, data, rollout)
 
 

@@ -30,6 +30,8 @@ class Prompt:
     """A plain prompt that is tokenized unchanged, without a chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the dataset row (`answer`, `tools`, …), unchanged."""
+    max_tokens: int | None = None
+    """Of a prompt that is cut to what its teacher holds: the tokens that are left; None: the run's limit."""
 
 
 def row_key(prompt_key: str, session: int, index: int = 0) -> str:

@@ -8,10 +8,12 @@ compare.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from understudy.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +31,8 @@ class UsableIds:
     """Ids below `limit` that are left out as well; usually none."""
     placeholders: tuple[int, ...] = ()
     """Those of `holes` that stand for pictures: prompts hold them, and no token is ever drawn as one."""
+    models: tuple[tuple[str, UsableIds], ...] = field(default=(), compare=False)
+    """The ids of each model of the run, by its place in the recipe (`teachers.math`), for errors."""
 
     @property
     def count(self) -> int:
@@ -39,12 +43,14 @@ class UsableIds:
         if rows <= self.limit and not self.holes:
             return None
         holes = tuple(one for one in self.holes if one < rows)
-        return UsableIds(min(self.limit, rows), holes, self.placeholders)
+        return UsableIds(min(self.limit, rows), holes, self.placeholders, self.models)
 
     def without(self, placeholders: tuple[int, ...]) -> UsableIds:
         """The same ids less those that stand for pictures."""
         holes = tuple(sorted({*self.holes, *placeholders}))
-        return UsableIds(max(self.limit, *(one + 1 for one in placeholders)), holes, placeholders)
+        return UsableIds(
+            max(self.limit, *(one + 1 for one in placeholders)), holes, placeholders, self.models
+        )
 
     def hide_(self, logits: Tensor) -> Tensor:
         """The logits [..., V] with those of unusable ids hidden, in place."""
@@ -59,3 +65,14 @@ class UsableIds:
         if self.holes:
             outside |= np.isin(ids, [one for one in self.holes if one not in self.placeholders])
         return int(outside.argmax()) if outside.any() else None
+
+    def check(self, ids: np.ndarray, what: str) -> None:
+        """Raises `DataError` if ids cannot be used, with the models that have no token for the first such id."""
+        at = self.first_unusable(ids)
+        if at is None:
+            return
+        lacking = [place for place, own in self.models if own.first_unusable(ids[at : at + 1]) is not None]
+        raise DataError(
+            f"{what}: token id {ids[at]} at position {at} is no token of {', '.join(lacking) or 'the models of this run'}; leave it "
+            "out of the row and of the student's chat template, or choose models that have it"
+        )

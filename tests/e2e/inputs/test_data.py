@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import pytest
 from small_runs import ASSETS, call_cli, run_cli, write_toml
 
 import understudy
+from understudy.config import parse_recipe
 from understudy.dataplane.ledger import audit
 from understudy.errors import DataError
 from understudy.observability.metrics import without_clock
+from understudy.policy.load import load_tokenizer
+from understudy.rollout.render import Renderer
 from understudy.run.launch import resume
+from understudy.trainers.prompt_data import PromptData, open_data
 
 Make = Callable[..., dict[str, Any]]
 ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:24]]
@@ -75,6 +80,69 @@ def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path)
     run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
     assert run.steps == 2 and audit(run.dir).balanced
     assert (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)
+
+
+def test_a_prompt_has_the_room_of_its_own_teacher(tmp_path: Path) -> None:
+    """A teacher with a short context cuts or drops the rows that it scores, and no others."""
+    rows = [
+        {"messages": [{"role": "user", "content": "1" * size}], "data_source": source}
+        for source in ("add", "sort")
+        for size in (5, 40)
+    ]
+    table: dict[str, Any] = {
+        "student": {"model": str(ASSETS / "models" / "student")},
+        "teachers": {
+            name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name, "context_length": room}
+            for name, room in (("add", 30), ("sort", 60))
+        },
+        "rollout": {"max_new_tokens": 8},
+        "data": {"train": write(tmp_path / "rows.jsonl", rows), "overlong": "drop"},
+    }
+
+    def opened() -> PromptData:
+        recipe = parse_recipe(table)
+        return open_data(recipe.data, recipe.rollout, recipe.student, recipe.teachers)
+
+    kept = opened()
+    assert [(row["data_source"], len(row["messages"][0]["content"])) for row in kept.train.rows] == [
+        ("add", 5), ("sort", 5), ("sort", 40),
+    ]  # fmt: skip
+    table["data"]["overlong"] = "truncate_left"
+    cut = opened().train
+    assert len(cut) == 4 and list(cut.limits) == [None, 21, None, None]
+    renderer = Renderer(load_tokenizer(table["student"]["model"]), context=128, reserve=8, truncate=True)
+    prompts = [cut.prompt(i, key=str(i), epoch=0) for i in range(4)]
+    whole = [renderer.render(replace(prompt, max_tokens=None)) for prompt in prompts]
+    renderer.ahead(prompts)
+    assert [len(renderer.render(prompt)) for prompt in prompts] == [
+        len(whole[0]),
+        21,
+        len(whole[2]),
+        len(whole[3]),
+    ]
+    assert renderer.render(prompts[1]).tolist() == whole[1][-21:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_rows_of_teachers_with_other_contexts_are_trained_together(recipe: Make, tmp_path: Path) -> None:
+    rows = [
+        {
+            **row,
+            "messages": [{"role": "user", "content": "9" * size + row["messages"][0]["content"]}],
+            "data_source": source,
+        }
+        for row, source, size in zip(ROWS, ["add", "sort"] * len(ROWS), [40, 60] * len(ROWS), strict=False)
+    ]
+    teachers = {
+        name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name, "context_length": room}
+        for name, room in (("add", 30), ("sort", 100))
+    }
+    settings = {
+        "data__train": write(tmp_path / "long.jsonl", rows), "data__overlong": "truncate_left", "teachers": teachers,
+    }  # fmt: skip
+    run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
+    assert run.steps == 2 and (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)
 
 
 OWN = """

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from qwen_pair import ADDED, write_model, write_pair, write_questions
+from qwen_pair import ADDED, CHATML, write_model, write_pair, write_questions
 from small_runs import call_cli, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import understudy
 from understudy.dataplane.ledger import audit
 from understudy.engines.base import GenerateRequest, Sampling
+from understudy.errors import ClusterError
 from understudy.observability.rundir import read_json
 from understudy.trainers.models import load_model
 from understudy.types.trajectory import StopReason
@@ -163,6 +164,52 @@ def test_each_eos_of_the_student_ends_a_rollout(tmp_path: Path) -> None:
     assert all(row["tokens"] == NEW for row in rows if row["stop_reason"] == "length")
 
 
+MINE = "{{ '<mine>' }}"
+
+
+@pytest.mark.parametrize("template", [CHATML, MINE + CHATML], ids=["a row", "the template"])
+def test_check_finds_prompts_with_a_token_that_the_teacher_lacks(tmp_path: Path, template: str) -> None:
+    added = (*ADDED, "<mine>")
+    student = write_model(
+        tmp_path / "student", rows=400, eos="<|endoftext|>", ends=256, added=added, template=template
+    )
+    teacher = write_model(tmp_path / "teacher", rows=278, eos="<|endoftext|>", ends=256, seed=1)
+    recipe = table(tmp_path, student, teacher)
+    rows = [{"messages": [{"role": "user", "content": "<mine>" if i == 5 else f"{i}="}]} for i in range(16)]
+    Path(recipe["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, count = (1, 16) if template != CHATML else (6, 1)
+    line = (
+        f"data.train: the prompt of {recipe['data']['train']}, line {first} holds '<mine>' (id 278), which teachers.math lacks, "
+        f"so the row cannot be scored ({count} of 16 rows)"
+    )
+    path = str(write_toml(tmp_path / "recipe.toml", recipe))
+    code, said = call_cli("check", path)
+    assert code == 2 and f"error: {line}; choose a model that has the token, or leave it out" in said, said
+    code, said = call_cli("check", path, "trainer.max_dead_letters=0.1")
+    assert (code, f"note       {line}; each becomes a dead letter" in said) == (
+        (0, True) if count == 1 else (2, False)
+    ), said
+    code, said = call_cli(
+        "check", path, 'teachers.math.prompt="{{ messages[0].content }}"', "trainer.max_dead_letters=0.1"
+    )
+    assert "the prompt of teachers.math for" in said, said
+
+
+def test_a_row_with_a_token_that_the_teacher_lacks_says_so_when_the_run_ends(tmp_path: Path) -> None:
+    """A loop of the user's own may write ids that no check has seen."""
+    student = write_model(
+        tmp_path / "student", rows=400, eos="<|endoftext|>", ends=256, added=(*ADDED, "<mine>")
+    )
+    teacher = write_model(tmp_path / "teacher", rows=278, eos="<|endoftext|>", ends=256, seed=1)
+    recipe = table(tmp_path, student, teacher)
+    loop = "troubled_loop:WritesId"
+    recipe["rollout"] |= {"agent": loop, "agent_options": {loop: {"token": 278}}}
+    with pytest.raises(
+        ClusterError, match=r"token id 278 at position 0 is no token of teachers\.math; leave it out"
+    ):
+        understudy.train(recipe, progress=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("determinism", ["full", "fast"])
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
@@ -183,7 +230,7 @@ def test_a_prompt_with_an_id_that_the_teacher_lacks_is_a_dead_letter(
     run = understudy.train(recipe, progress=False)
     lines = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in lines] == ["00000-0000005_0_0"]
-    assert "token id 278 at position" in lines[0] and "ids that all of them have are below 278" in lines[0]
+    assert "token id 278 at position" in lines[0] and "is no token of teachers.math;" in lines[0]
     report = audit(run.dir)
     assert report.balanced and (report.trained, report.dead, report.in_flight) == (15, 1, 0), str(report)
 

@@ -94,6 +94,10 @@ def test_a_run_leaves_what_it_promises(
     assert (finished.dir / "state.json").stat().st_mtime_ns == written, (
         "no model or teacher is started for it"
     )
+    for length in ("trainer.steps=1", "trainer.passes=0.001"):
+        assert main(["resume", str(finished.dir), length]) == 2
+        told = f"trainer.steps = 1: {finished.dir} has taken 2 steps already; steps are counted from the start of the run"
+        assert told in capsys.readouterr().err
 
 
 def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

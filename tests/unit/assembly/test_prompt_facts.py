@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from understudy.assembly.prompt_facts import longest_prompt, once_longest_prompt
+from understudy.assembly.prompt_facts import once_longest_prompt, prompt_lengths
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
 
@@ -59,7 +59,7 @@ def test_the_longest_of_those_that_fit(
 ) -> None:
     renderer = Renderer(tokenizer, context=room + 8, reserve=8, template_options={"aloud": aloud})
     tail = " said aloud, and at length=" if aloud else "="
-    assert longest_prompt(renderer, prompts) == by_hand(tokenizer, prompts, room, tail)
+    assert max(prompt_lengths(renderer, prompts)) == by_hand(tokenizer, prompts, room, tail)
 
 
 def test_several_teachers_ask_and_it_is_measured_once(
@@ -71,8 +71,11 @@ def test_several_teachers_ask_and_it_is_measured_once(
     monkeypatch.setattr(renderer, "ahead", lambda some: (rendered.append(len(some)), ahead(some))[1])
 
     async def asked() -> list[int]:
-        longest = once_longest_prompt(renderer, prompts)
-        return [*await asyncio.gather(longest(), longest()), await longest()]
+        longest = once_longest_prompt(
+            renderer, prompts, lambda teacher, row: (teacher in row) or teacher == "all"
+        )
+        return [*await asyncio.gather(longest("all"), longest("prompt")), await longest("all")]
 
-    assert len(set(asyncio.run(asked()))) == 1
+    every, plain, again = asyncio.run(asked())
+    assert every == again > plain == 7, "each teacher's own rows count"
     assert sum(rendered) == len(prompts)

@@ -49,8 +49,19 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
 
 def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> None:
     rows = [{"messages": CHAT, "agent": "tool"}]
-    code, said = check(rows, "rollout.agent_options.tool.max_turn=3")
+    tools = 'rollout.agent_options.tool.tools=["calculator"]'
+    code, said = check(rows, tools, "rollout.agent_options.tool.max_turn=3")
     assert code == 2 and "has no option `max_turn` (rollout.agent_options); did you mean `max_turns`?" in said
+
+
+def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> None:
+    rows = [{"messages": CHAT}, *[{"messages": CHAT, "agent_name": "tool_agent"}] * 2]
+    code, said = check(rows)
+    assert code == 2 and said.count("error:") == 1
+    assert "rows.jsonl, line 2 asks for the tool loop (`agent`, or verl's tool_agent), and the recipe" in said
+    assert 'set rollout.agent_options.tool.tools, for example ["calculator"]' in said
+    assert check(rows, 'rollout.agent_options.tool.tools=["calculator"]')[0] == 0
+    assert check(rows, "rollout.agent=tool")[0] == 0
 
 
 def test_plain_text_under_the_tool_loop(check: Check) -> None:
@@ -100,6 +111,10 @@ def test_prompts_that_are_too_long(check: Check) -> None:
     limit = "data.max_prompt_tokens=31"
     assert code == 2 and "data.max_prompt_tokens = 31 with data.overlong = 'drop' or 'truncate_left'" in said
     assert check(rows, *small, limit, "data.overlong=truncate_left")[0] == 0
+    for rule, what in (("drop", "are left out"), ("truncate_left", "lose their beginning")):
+        code, said = check(rows, *small, f"data.overlong={rule}")
+        told = f"2 of 3 prompts have more than 31 tokens (room that teachers leave for prompts: add 31) and {what}"
+        assert code == 0 and told in said
 
 
 def test_passes_are_counted_in_steps(check: Check) -> None:
@@ -131,6 +146,20 @@ def test_a_template_may_raise_anything(check: Check, tmp_path: Path, template: s
     code, said = check([{"messages": CHAT}], f"student.model={folder}")
     assert code == 2 and "rows.jsonl, line 1 cannot be rendered by the student's chat template" in said
     assert expected in said and "unexpected" not in said
+
+
+def test_a_student_that_reads_no_pictures(check: Check, tmp_path: Path) -> None:
+    """Its chat template joins texts and would end in a TypeError."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (ASSETS / "models" / "student").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text("{{ 'user: ' + messages[0].content }}")
+    rows = [{"messages": CHAT}, {"messages": CHAT, "images": ["a.png"]}]
+    code, said = check(rows, f"student.model={folder}")
+    assert code == 2 and f"line 2 has pictures; student.model = '{folder}' reads text only" in said
+    assert "cannot be rendered" not in said and "TypeError" not in said
 
 
 REWARDS = """
@@ -244,3 +273,15 @@ def test_a_run_directory_that_cannot_be(check: Check, tmp_path: Path) -> None:
         assert code == 2 and "run.dir" in said and "unexpected" not in said, folder
     assert check(rows, f"run.dir={tmp_path / 'new' / 'run'}")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "recipe.toml", "rows.jsonl"]
+
+
+def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) -> None:
+    """As `train` says it; `plan` starts nothing and shows the recipe all the same."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    where = tmp_path / "run"
+    for command in ("check", "train"):
+        code, said = check([{"messages": CHAT}], f"run.dir={where}", command=command)
+        told = f"{where} holds a run already; continue it with `understudy resume {where}`, or name another folder in run.dir"
+        assert code == 2 and f"error: {told}" in said
+    assert check([{"messages": CHAT}], f"run.dir={where}", command="plan")[0] == 0

@@ -18,6 +18,8 @@ from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.engine import Layout as EngineLayout
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
+from understudy.planning.models.config_checks import models_load
+from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import resolve
 from understudy.policy.forward.forward import choose_layout
 from understudy.policy.load import load_student
@@ -52,6 +54,22 @@ def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: P
     ):  # from the hub, where transformers finds no package
         with pytest.raises(PolicyError, match=f"attention = '{kernel}': .*set \"eager\"$"):
             load_student(str(gpt_oss), attention=kernel)
+
+
+@pytest.mark.parametrize(
+    ("attention", "fits"), [("auto", True), ("eager", True), ("sdpa", False), ("flash_attention_2", True)]
+)
+def test_check_refuses_an_attention_that_the_model_lacks(gpt_oss: Path, attention: Any, fits: bool) -> None:
+    """As the loader does, whose words it has."""
+    told = "attention = 'sdpa': transformers has none for 'gpt_oss' models; leave attention out, or set \"eager\""
+    tables: dict[str, Any] = {
+        "student": {"model": str(gpt_oss), "attention": attention},
+        "teachers": {"math": {"model": str(gpt_oss), "attention": attention}},
+        "data": {"train": "rows.jsonl"},
+    }
+    folder = ModelFolder(gpt_oss)
+    found = models_load(parse_recipe(tables), folder, {"math": folder})
+    assert found == ([] if fits else [f"student.{told}", f"teachers.math.{told}"])
 
 
 def test_attention_sinks_are_never_packed() -> None:

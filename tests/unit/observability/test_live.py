@@ -32,6 +32,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     )
 
 
+def test_rewards_beyond_1_are_no_share() -> None:
+    out = io.StringIO()
+    with LiveView(3, console=Console(file=out, width=120)) as view:
+        view.step({"step": 3, "val/accuracy": 8.0})
+    assert "held-out reward 8" in out.getvalue() and "%" not in out.getvalue()
+
+
 def test_a_message_stays_on_one_line_where_there_is_no_terminal() -> None:
     """Lines of a log file are searched by line."""
     out = io.StringIO()

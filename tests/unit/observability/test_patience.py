@@ -35,6 +35,13 @@ def test_only_work_that_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "reading rows" in shown and "250/1000" in shown
 
 
+def test_long_work_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("QUIET_SECONDS", 0.0), ("SHORT_SECONDS", 0.0), ("_PLAIN_SECONDS", 0.1)):
+        monkeypatch.setattr(module, name, value)
+    lines = said(1.2).splitlines()
+    assert 3 <= len(lines) <= 4, "after 0, 0.1, 0.3 and 0.7 s"
+
+
 def test_the_quiet_time_is_one_for_all_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.3)
     monkeypatch.setattr(module, "SHORT_SECONDS", 0.05)

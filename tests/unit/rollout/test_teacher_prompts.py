@@ -150,7 +150,8 @@ def test_what_cannot_be_asked_is_that_rows_fault() -> None:
     with pytest.raises(DataError, match="row 00000-0000000_0_1 is not the first output of its session"):
         request_of("math", CHATTED, "00000-0000000_0_1", schemas=lambda prompt: None)
     with pytest.raises(
-        DataError, match=r"prompt 00000-0000000 of teachers.math: token id .* has no token for one"
+        DataError,
+        match=r"prompt 00000-0000000 of teachers.math: token id .* is no token of the models of this run",
     ):
         request_of("math", CHATTED, schemas=lambda prompt: None, usable=UsableIds(3))
     with pytest.raises(DataError, match="'answer' is undefined"):

@@ -39,6 +39,13 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
     assert "100 → 400" in str(changes[-1]) and "how far" in str(changes[-1])
 
 
+def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
+    recipe, (change,) = changed_recipe(run, ["trainer.passes=3"])
+    assert recipe.trainer.passes == 3
+    told = "trainer.passes = 3.0, which was not set (how far the run goes; in place of trainer.steps = 100)"
+    assert str(change) == told
+
+
 @pytest.mark.parametrize(
     ("override", "why"),
     [

@@ -467,6 +467,29 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
     running(test, Rig())
 
 
+def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key_to_set() -> None:
+    async def test(rig: Rig) -> None:
+        for name in "ab":
+            rig.kill(name)
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(50.0)
+        paused = [event.message for event in rig.told(EventKind.PAUSED)]
+        assert len(paused) == 3 and paused[1].startswith("still no answer after 1")
+        ends = "the run ends after 60 s of it (teachers.math.outage_seconds)"
+        assert all("a at http://elsewhere" in said and ends in said for said in paused), paused
+        assert not call.done()
+        await rig.clock.advance(20.0)
+        with pytest.raises(
+            ClusterError, match=r"no replica of teacher math has answered for 6\d s"
+        ) as caught:
+            await call
+        assert "teachers.math.outage_seconds = 60" in str(caught.value) and "teachers.math.urls" in str(
+            caught.value
+        )
+
+    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+
+
 def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
     """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
 

@@ -21,7 +21,7 @@ _REWARD = '`data.reward` = "module:function"'
 _ENGINE_ARGS = "an argument of vLLM: `rollout.engine_args` = [\"--{}\"] with `rollout.engine` = 'vllm'"
 _ADAPTERS = "a [student.lora] table turns adapters on (`student.lora.rank`, `student.lora.alpha`, `student.lora.targets`)"
 _LOG = "metrics are written every step; `run.loggers` names who else is told"
-_HUB = "nothing is pushed by a run; `understudy export RUN OUT` writes a Hugging Face folder"
+_HUB = "nothing is pushed by a run; `understudy export RUN OUT --push ORG/NAME` uploads a student"
 _RESUME = "a run is continued by `understudy resume RUN`"
 _SHARDING = "the student is sharded by FSDP2 over `trainer.ranks` processes; there are no other strategies"
 _FIXED_ADAM = "AdamW's betas (0.9, 0.999) and epsilon (1e-8) are fixed"

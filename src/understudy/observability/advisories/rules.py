@@ -12,6 +12,7 @@ from statistics import mean, median
 from typing import Any, Literal
 
 from understudy.observability.advisories.history import History, Series
+from understudy.observability.report import is_share, mean_reward
 
 WINDOW = 10
 """Steps at each end of a run that a trend compares."""
@@ -192,7 +193,8 @@ def teacher_accuracy(facts: RunFacts) -> Iterator[Advisory]:
         elif own and own.values[-1] > level + TEACHER_BELOW:
             yield Advisory(
                 "teacher_below_student", "note", f"The student is better than its teacher on {source!r}",
-                f"{own.values[-1]:.1%} against {level:.1%} at step {own.steps[-1]}",
+                " against ".join(mean_reward(one, is_share(own.values[-1], level)) for one in (own.values[-1], level))
+                + f" at step {own.steps[-1]}",
                 "More of this teacher may cost accuracy: stop, choose another teacher, or add loss.task_coef.", keys,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Checks of a model's config.json: remote code, and rotary embeddings that change with length.
+"""Checks of a model's config.json: remote code, attention, and rotary embeddings that change with length.
 
 Imports no torch and no transformers: `understudy check` runs this.
 """
@@ -23,9 +23,11 @@ def models_load(
     trusted = recipe.student.trust_remote_code
     if student:
         problems += _brings_code(student, "student", trusted)
+        problems += _has_attention(student, "student", recipe.student.attention)
         problems += stays_within_border(recipe, student)
     for name, folder in teachers.items():
         problems += _brings_code(folder, f"teachers.{name}", recipe.teachers[name].trust_remote_code)
+        problems += _has_attention(folder, f"teachers.{name}", recipe.teachers[name].attention)
     return problems
 
 
@@ -48,11 +50,43 @@ def _brings_code(folder: ModelFolder, section: str, trusted: bool) -> list[str]:
     ]
 
 
+_SUPPORT = {
+    "sdpa": "_supports_sdpa = True",
+    "flash_attention_2": "_supports_flash_attn = True",
+    "flash_attention_3": "_supports_flash_attn = True",
+}
+"""The line of a model class of transformers that has this attention."""
+
+
+def _has_attention(folder: ModelFolder, section: str, attention: str) -> list[str]:
+    kind = str(folder.config.get("model_type"))
+    source = _modeling_source(kind)
+    # A class that derives from another model's has that model's attention, and is left to the loader.
+    if "(PreTrainedModel)" not in source or _SUPPORT.get(attention, "") in source:
+        return []
+    return [
+        f'{section}.attention = {attention!r}: transformers has none for {kind!r} models; leave attention out, or set "eager"'
+    ]
+
+
+@lru_cache
+def _modeling_source(kind: str) -> str:
+    """The source of transformers' classes for a model type; "" if it has no file of the usual name."""
+    folder, name = _transformers(), kind.replace("-", "_")
+    file = folder / "models" / name / f"modeling_{name}.py" if folder else None
+    return file.read_text(encoding="utf-8") if file and file.is_file() else ""
+
+
 @lru_cache
 def _known_to_transformers(kind: str) -> bool:
-    """Reads the list of model types from its source files; importing it would import torch."""
-    found = find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
+    """Reads the list of model types from its source files."""
+    folder = _transformers()
+    if folder is None:
         return True
-    lists = Path(found.submodule_search_locations[0]).glob("models/auto/*.py")
-    return any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in lists)
+    return any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in folder.glob("models/auto/*.py"))
+
+
+def _transformers() -> Path | None:
+    """Its folder; importing it would import torch."""
+    found = find_spec("transformers")
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None

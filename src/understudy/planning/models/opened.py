@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from understudy.config import Recipe
+from understudy.config import Recipe, TeacherConfig
 from understudy.config.model_paths import resolved_model
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder, is_hub_id
@@ -28,6 +29,17 @@ def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> 
         folder = attempt(partial(look, model, f"{place}.model", revision))
         if isinstance(folder, ModelFolder):
             found[place] = folder
+    return found
+
+
+def open_teachers(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelFolder]:
+    """The models of the teachers that a run starts itself, by name, if their files can be read here."""
+    found: dict[str, ModelFolder] = {}
+    for name, teacher in teachers.items():
+        if teacher.placement != "external":
+            with suppress(DataError):
+                folder = _own(teacher.model, f"teachers.{name}.model", teacher.revision)
+                found |= {name: folder} if folder else {}
     return found
 
 

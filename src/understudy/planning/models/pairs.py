@@ -10,8 +10,8 @@ Imports no torch: `understudy check` runs this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from understudy.planning.models.folder import ModelFolder
 from understudy.teacher.vocabulary import Vocabulary, differences, told
@@ -46,15 +46,28 @@ class Side:
         return self.place.partition(".")[0].removesuffix("s")
 
 
-def usable_ids(student: Side, others: Iterable[Side]) -> UsableIds:
+def usable_ids(student: Side, others: Sequence[Side]) -> UsableIds:
     """The ids that have a token in every model. If the student's tokens are unknown, all of its rows."""
     shared = set(student.tokens)
     if not shared:
         return UsableIds(student.rows or 1 << 31)
     for other in others:
         shared = shared & other.tokens.keys()
-    limit = max(shared, default=-1) + 1
-    return UsableIds(limit, tuple(number for number in range(limit) if number not in shared))
+    return replace(
+        _ids_of(shared), models=tuple((side.place, _ids_of(side.tokens)) for side in (student, *others))
+    )
+
+
+def _ids_of(known: Collection[int]) -> UsableIds:
+    limit = max(known, default=-1) + 1
+    return UsableIds(limit, tuple(number for number in range(limit) if number not in known))
+
+
+def tokens_lacked(student: Side, others: Iterable[Side]) -> dict[str, dict[int, str]]:
+    """By place: the tokens of the student's tokenizer that a model of the run lacks."""
+    written = student.vocabulary.tokens()
+    lacked = {side.place: written.keys() - side.tokens.keys() for side in (student, *others)}
+    return {place: {one: written[one] for one in ids} for place, ids in lacked.items() if ids}
 
 
 def pair_problems(student: Side, other: Side) -> list[str]:

@@ -81,16 +81,11 @@ class LoopContext:
 
 
 def check_ids(one: Trajectory, sampling: Sampling) -> None:
-    """Raises `DataError` for a trajectory with an id that the student, teacher, critic or reference has no
-    token for. A prompt, a tool or a server without id limits can produce one. Only the row fails, not the
-    run."""
-    usable = sampling.usable
-    at = None if usable is None else usable.first_unusable(one.tokens)
-    if usable is not None and at is not None:
-        raise DataError(
-            f"row {one.key}: token id {one.tokens[at]} at position {at} has no token for the student or for a model beside it (teacher, "
-            f"critic, reference); ids that all of them have are below {usable.limit}"
-        )
+    """Raises `DataError` for a trajectory with an id that the student, a teacher, the critic or the reference
+    has no token for. A prompt, a tool or a server without id limits can produce one. Only the row fails, not
+    the run."""
+    if sampling.usable is not None:
+        sampling.usable.check(one.tokens, f"row {one.key}")
 
 
 class AgentLoop(Protocol):

@@ -36,6 +36,8 @@ from understudy.teacher.pool.supervisor import (
 )
 from understudy.types.references import ScoreRef, ScoresRef, fetched
 
+_TELL_OUTAGE_S = 15.0
+"""When an outage is told for the second time."""
 HEDGE_AFTER_SEEN = 20
 """Answers needed before the pool can tell that one is late."""
 
@@ -64,6 +66,8 @@ class PoolOptions:
     """Send the fixed tokens with every request and compare their scores with those at admission."""
     cache_bytes: int = 0
     """Bytes of scores to cache for repeated requests; 0: no cache."""
+    outage_most: float | None = None
+    """How long calls wait while no replica answers; None: until one answers or all are given up."""
     drain: float = 30.0
     """For the requests in flight of a replica that is removed."""
     supervisor: SupervisorOptions = field(default_factory=SupervisorOptions)
@@ -126,6 +130,8 @@ class TeacherPool:
         self._waiting = 0
         self._answers = 0
         self._paused_at: float | None = None
+        self._told_at = 0.0
+        """When the current outage was last told."""
 
     async def start(self) -> None:
         """Start every replica; raises if one cannot start, is empty, or differs from the first."""
@@ -344,7 +350,8 @@ class TeacherPool:
         """Called when every usable replica has been tried or there is none: wait for the backoff, or for a
         replica.
 
-        Raises `ClusterError` if every replica was given up: then no row is at fault.
+        Raises `ClusterError` if every replica was given up or the outage lasts too long: then no row is at
+        fault.
         """
         if self._supervisor.given_up_reason is not None:
             raise ClusterError(
@@ -356,18 +363,52 @@ class TeacherPool:
             self._pause()
         pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
         attempts.rounds = min(attempts.rounds + 1, 16)
+        self._check_outage()
         await self._supervisor.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
         attempts.tried.clear()
 
     def _pause(self) -> None:
         if self._paused_at is None:
-            self._paused_at = self._clock.now()
+            self._paused_at = self._told_at = self._clock.now()
             self._totals.pauses += 1
-            replicas = self._supervisor.replicas.values()
-            states = "; ".join(f"{r.name} {r.health.state.value} ({r.health.last_reason})" for r in replicas)
             self._supervisor.tell(
-                EventKind.PAUSED, None, f"no replica answers, scoring waits and nothing is dropped: {states}"
+                EventKind.PAUSED,
+                None,
+                f"no replica answers, scoring waits and nothing is dropped: {self._states()}{self._end_of_outage()}",
             )
+
+    def _check_outage(self) -> None:
+        """Tells a lasting outage again, each time after twice as long, and ends it with an error."""
+        if self._paused_at is None or self.options.outage_most is None:
+            return
+        now, began = self._clock.now(), self._paused_at
+        if now - began >= self.options.outage_most:
+            raise ClusterError(
+                f"no replica of teacher {self.name} has answered for {now - began:.0f} s (teachers.{self.name}.outage_seconds = "
+                f"{self.options.outage_most:g}): {self._states()}\nstart its servers again, or name others in "
+                f"teachers.{self.name}.urls, and resume the run; no row is lost"
+            )
+        if now - began >= max(2 * (self._told_at - began), _TELL_OUTAGE_S):
+            self._told_at = now
+            self._supervisor.tell(
+                EventKind.PAUSED,
+                None,
+                f"still no answer after {now - began:.0f} s: {self._states()}{self._end_of_outage()}",
+            )
+
+    def _states(self) -> str:
+        return "; ".join(
+            f"{f'{r.name} at {r.spec.endpoint.url}' if r.spec.endpoint else r.name} {r.health.state.value} ({r.health.last_reason})"
+            for r in self._supervisor.replicas.values()
+        )
+
+    def _end_of_outage(self) -> str:
+        most = self.options.outage_most
+        return (
+            ""
+            if most is None
+            else f"; the run ends after {most:g} s of it (teachers.{self.name}.outage_seconds)"
+        )
 
     def _resume(self) -> None:
         if self._paused_at is not None:

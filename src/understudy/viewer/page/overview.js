@@ -56,10 +56,13 @@ function advisoryList(runs, found) {
 }
 
 function heldOut(runs, tables) {
+  const rewards = tables.flatMap(({ table: entries }) => entries.flatMap((one) => [one.before, one.after, one.teacher]));
+  const share = rewards.every((value) => value === null || (value >= 0 && value <= 1));
+  const figure = share ? percent : number;
   const rows = runs.flatMap((run, place) => tables[place].table.map((one) => [
-    ...(runs.length > 1 ? [run.name] : []), quoted(one.source), percent(one.before), percent(one.after), percent(one.teacher), percent(one.of_teacher)]));
+    ...(runs.length > 1 ? [run.name] : []), quoted(one.source), figure(one.before), figure(one.after), figure(one.teacher), percent(one.of_teacher)]));
   if (!rows.length) return h("p", { class: "quiet" }, "Nothing was evaluated: set data.eval and data.reward.");
-  return table([...(runs.length > 1 ? ["run"] : []), "data source", "student before", "student now", "teacher", "now / teacher"], rows, "Held-out accuracy");
+  return table([...(runs.length > 1 ? ["run"] : []), "data source", "student before", "student now", "teacher", "now / teacher"], rows, share ? "Held-out accuracy" : "Held-out mean reward");
 }
 
 function answersTable(runs, tables) {

@@ -29,12 +29,8 @@ def run(options: argparse.Namespace) -> None:
     objective = describe(recipe.loss)
     console.print(f"objective  {objective.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"formula    {objective.formula}", highlight=False, markup=False, soft_wrap=True)
-    if recipe.trainer.passes is not None and findings.train_rows is not None:
-        steps = recipe.trainer.steps_over(findings.train_rows)
-        findings.notes.append(
-            f"trainer.passes = {recipe.trainer.passes:g} over {findings.train_rows} rows in batches of "
-            f"{recipe.trainer.batch_size}: {steps} steps"
-        )
+    if findings.train_rows is not None and (length := recipe.trainer.length_note(findings.train_rows)):
+        findings.notes.append(length)
     capacity = capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)
     for note in (*objective.notes, *capacity, *findings.notes):
         console.print(f"note       {note}", highlight=False, markup=False, soft_wrap=True)

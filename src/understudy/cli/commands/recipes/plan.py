@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         )  # an override, not the run to simulate
     plan_simulation.check_flags(options)
     findings = Findings()
-    recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
+    recipe = checked_recipe(options.recipe, options.overrides, findings=findings, new_run=False)
     if options.toml:
         sys.stdout.write(recipe_as_toml(redact(as_tables(recipe))))
         return
