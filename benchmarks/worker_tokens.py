@@ -207,7 +207,9 @@ async def measure(
     async def one(number: int) -> None:
         key = f"00000-{number:07}"
 
-        async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        async def generate(
+            tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+        ) -> Generation:
             request = GenerateRequest(f"{key}/{turn}", tokens, sampling, number, session=key)
             (written,) = await engine.generate([request])
             return written

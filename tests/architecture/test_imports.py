@@ -111,10 +111,48 @@ def test_rooms_import_only_downwards(path: Path) -> None:
             )
 
 
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    path for top in ("benchmarks", "recipes", "examples") for path in sorted((ROOT / top).rglob("*.py"))
+]
+
+
 def test_no_folder_is_too_full() -> None:
-    tests = Path(__file__).parents[1].rglob("*.py")
-    folders = Counter(path.parent for path in [*FILES, *tests] if path.name != "__init__.py")
+    tests = (ROOT / "tests").rglob("*.py")
+    folders = Counter(path.parent for path in [*FILES, *SCRIPTS, *tests] if path.name != "__init__.py")
     assert not {str(folder): files for folder, files in folders.items() if files > MOST_FILES}
+
+
+def test_scripts_import_names_that_exist() -> None:
+    """Types of scripts are not checked and most of them need a GPU, so that a renamed class would go unnoticed."""
+    modules = {module(path): path for path in [*FILES, PACKAGE / "__init__.py"]}
+    missing = []
+    for script in SCRIPTS:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("understudy."):
+                continue
+            source = modules.get(node.module or "")
+            defined = bound_names(source) if source is not None else set()
+            missing += [
+                f"{script.relative_to(ROOT)}: {node.module}.{alias.name}"
+                for alias in node.names
+                if alias.name not in defined and f"{node.module}.{alias.name}" not in modules
+            ]
+    assert not missing
+
+
+def bound_names(path: Path) -> set[str]:
+    """Names that a module binds at its top level."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        for part in ast.walk(node):
+            if isinstance(part, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(part.name)
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                found.add(part.id)
+            elif isinstance(part, ast.Import | ast.ImportFrom):
+                found |= {alias.asname or alias.name for alias in part.names}
+    return found
 
 
 def test_no_modules_import_each_other() -> None:

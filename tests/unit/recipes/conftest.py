@@ -5,4 +5,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path += [str(ROOT / folder) for folder in ("recipes/word-problems", "recipes/gsm8k", "benchmarks")]
+sys.path += [str(ROOT / folder) for folder in ("recipes/word-problems", "recipes/gsm8k", "benchmarks/study")]

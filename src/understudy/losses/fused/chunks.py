@@ -15,7 +15,7 @@ chunk loop under plain autograd would keep every chunk alive until the backward 
 ∂weight is accumulated across chunks in the weight's own dtype: each GEMM sums in float32 inside and rounds
 once per chunk. A float32 accumulator would cost V·H·4 bytes (2.3 GiB for a 4096-wide head) and a pass over
 it per chunk; with chunks of thousands of tokens the rounding stays well inside the dtype's own (measured in
-benchmarks/losses.py).
+benchmarks/losses/losses.py).
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """

@@ -47,7 +47,7 @@ FULL_SUMMARY_TWICE = {"BLOCK": 2048, "WIDTH": 2048, "num_warps": 8}
 FULL_GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 8192
 SCALE_ROW_BLOCK = 1024
-"""Launch settings, measured on an H200 (benchmarks/losses.py --tune). A summary that reads its rows twice is
+"""Launch settings, measured on an H200 (benchmarks/losses/losses.py --tune). A summary that reads its rows twice is
 faster with few rows in flight, so that the second reading finds part of the first in the cache."""
 
 READ_ONCE = {KIND_CODES[kind] for kind in ("forward_kl", "reverse_kl", "mixture")}

@@ -1,8 +1,8 @@
 """Generation through our engines beside their peers, in one run on one machine.
 
-    python benchmarks/rollout.py                              on a GPU: everything, about four minutes
-    python benchmarks/rollout.py --parts hf                   hf | vllm | publish, or several with commas
-    python benchmarks/rollout.py --tiny --parts hf            the same paths on a CPU with a tiny model, to try them
+    python benchmarks/rollout/rollout.py                              on a GPU: everything, about four minutes
+    python benchmarks/rollout/rollout.py --parts hf                   hf | vllm | publish, or several with commas
+    python benchmarks/rollout/rollout.py --tiny --parts hf            the same paths on a CPU with a tiny model, to try them
 
 Random bf16 weights in Qwen3-0.6B's shape (publish: 8B's), 256 prompts of 128 tokens, temperature 1, no stop
 tokens.
@@ -47,7 +47,7 @@ from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.servers.dialects import DIALECTS, Ask
+from understudy.engines.servers.dialects import DIALECTS, PieceRequest
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
 from understudy.rollout.agents.agent import LoopContext
@@ -228,7 +228,7 @@ async def _bare(
     counted."""
     dialect = DIALECTS["vllm"]
     bodies = [
-        dialect.body(Ask(request, request.tokens, new, request.seed, "bare", "student"))
+        dialect.body(PieceRequest(request, request.tokens, new, request.seed, "bare", "student"))
         for request in _requests(prompts, new)
     ]
 
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model on the CPU: tries the paths, measures nothing"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--new", type=int, help="tokens per rollout")
     options = parser.parse_args()
     tiny = Scale(8, 8, 12, 4, 2, TINY, TINY, "cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/losses.py, each as a callable that returns a loss to back-propagate.
+"""The peers of benchmarks/losses/losses.py, each as a callable that returns a loss to back-propagate.
 
 TRL and Liger are imported when they are measured: a peer that is not installed is a missing row.
 """

@@ -1,6 +1,6 @@
 """Grades weights as they appear: KL to the teacher for every run, accuracy for runs without their own.
 
-    python benchmarks/study_grade.py RECIPE key=value … --kept DIR --out grades.jsonl
+    python benchmarks/study/study_grade.py RECIPE key=value … --kept DIR --out grades.jsonl
 
 Student, teachers, held-out problems and reward are those of the recipe.
 
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "word-problems"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "word-problems"))
 from grading import Grader, read_prompts
 
 from understudy.config import load_recipe

@@ -1,4 +1,4 @@
-"""Draws the study: python benchmarks/study_draw.py STUDY.json [TIMING.json] [--picture
+"""Draws the study: python benchmarks/study/study_draw.py STUDY.json [TIMING.json] [--picture
 docs/images/study.png]
 
 Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too. A method that was not timed

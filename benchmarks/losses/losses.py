@@ -1,8 +1,8 @@
 """Fused losses beside their peers and the hardware's floor, in one run.
 
-    python benchmarks/losses.py                 on a GPU: check against float64, then time every path at four shapes
-    python benchmarks/losses.py --tune          also sweep launch settings of the kernels
-    python benchmarks/losses.py --cpu           chunked torch path against the plain formula, 4096 × 512 × 50,000
+    python benchmarks/losses/losses.py                 on a GPU: check against float64, then time every path at four shapes
+    python benchmarks/losses/losses.py --tune          also sweep launch settings of the kernels
+    python benchmarks/losses/losses.py --cpu           chunked torch path against the plain formula, 4096 × 512 × 50,000
 
 The floor is the unavoidable work: the GEMMs for logits, ∂hidden and ∂weight (and one more for a teacher's
 logits), each in one piece on the same tensors. Floor and path alternate and a ratio is the median over
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="sweep launch settings of the kernels")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many shapes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     arguments = parser.parse_args()
     if arguments.cpu:
         hardware, rows = f"cpu-{torch.get_num_threads()}-threads", benchmark_cpu()

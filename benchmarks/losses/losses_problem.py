@@ -1,4 +1,4 @@
-"""Problems, timings, memory and result rows of benchmarks/losses.py."""
+"""Problems, timings, memory and result rows of benchmarks/losses/losses.py."""
 
 from __future__ import annotations
 

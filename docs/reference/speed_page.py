@@ -1,6 +1,6 @@
 """Writes docs/speed.md from the result files: goals, measurements, and where a step's time goes.
 
-python benchmarks/speed_page.py            writes docs/speed.md
+python docs/reference/speed_page.py            writes docs/speed.md
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PAGE = Path(__file__).parents[1] / "speed.md"
 INTRO = """# Speed
 
-Written by `benchmarks/speed_page.py` from the files in `benchmarks/results`: the newest of each benchmark and machine. Every row is a goal, met or
+Written by `docs/reference/speed_page.py` from the files in `benchmarks/results`: the newest of each benchmark and machine. Every row is a goal, met or
 missed, beside a peer or a floor that was measured in the same run; rows without a goal are left out. What was tried on the way, and why some goals
 are missed, stands in [experiments](experiments.md) and [fully async](async.md).
 """
@@ -38,11 +38,11 @@ SECTIONS = (
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
     Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 2 1 --kv-cache model fp8"),
     Section("Fully async on a CPU, rollouts of long-tailed length", "async-aarch64", "python benchmarks/async.py"),
-    Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses.py", only=r"(top-64|full) forward KL: "),
-    Section("Losses on a CPU", "losses-cpu", "python benchmarks/losses_cpu.py"),
+    Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses/losses.py", only=r"(top-64|full) forward KL: "),
+    Section("Losses on a CPU", "losses-cpu", "python benchmarks/losses/losses_cpu.py"),
     Section("Teacher scoring on a GPU", "scoring-nvidia", "python benchmarks/scoring.py", only="delivered"),
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
-    Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout.py"),
+    Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout/rollout.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
     Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),

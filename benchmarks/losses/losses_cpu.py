@@ -1,4 +1,4 @@
-"""The chunked torch path against the plain formula on a CPU (benchmarks/losses.py --cpu)."""
+"""The chunked torch path against the plain formula on a CPU (benchmarks/losses/losses.py --cpu)."""
 
 from __future__ import annotations
 

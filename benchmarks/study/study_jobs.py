@@ -23,7 +23,7 @@ from study_turn import TURN
 from understudy.config import load_recipe
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 SFT_SCRIPT = ROOT / "recipes" / "word-problems" / "sft.py"
 METHODS = {
     "forward-kl": "OPD, forward KL (top-k)",

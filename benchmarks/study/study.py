@@ -1,10 +1,10 @@
 """Compares six training methods, three seeds each, on a cut-down SmolLM2-135M; one GPU.
 
     python recipes/word-problems/word_problems.py; python recipes/word-problems/make_models.py SmolLM2-135M-Instruct.Q4_1.gguf
-    python benchmarks/study.py time              each method alone on the device: seconds of a step
-    python benchmarks/study.py tune              a short run of each method at two learning rates, graded on `valid`
-    python benchmarks/study.py run               every method × seed, several in parallel, graded on `test`
-    python benchmarks/study_draw.py              the picture and the table of docs/results.md
+    python benchmarks/study/study.py time              each method alone on the device: seconds of a step
+    python benchmarks/study/study.py tune              a short run of each method at two learning rates, graded on `valid`
+    python benchmarks/study/study.py run               every method × seed, several in parallel, graded on `test`
+    python benchmarks/study/study_draw.py              the picture and the table of docs/results.md
 
 Runs share the device, so their own clocks say little. GPU-seconds are therefore steps × the method's median
 step when it had the device to itself (`time`), plus, for SFT on the teacher's answers, the time to write
