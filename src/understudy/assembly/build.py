@@ -336,7 +336,8 @@ async def _batches(
 ) -> Batches:
     scored, heads = bool(teachers.pools), list(teachers.heads.values())
     dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
-    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype)
+    given = settings.learn.rollout.off_policy > 0
+    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype, given)
     if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
         return local
     columns = fact_columns(scored), token_columns(loss, scored, pictures)

@@ -61,6 +61,8 @@ class LossConfig(Section):
     """Weight of the distillation term; 0 trains on task rewards alone."""
     task_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 adds a policy loss on task rewards."""
+    sft_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Above 0 adds the cross-entropy of the tokens of given answers (`rollout.off_policy`)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce++", "gae"] = "grpo"
     """How task rewards become advantages (`task_coef` > 0); `gae` trains a critic beside the student."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -36,11 +36,14 @@ def measures(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = np.asarray(columns["loss_mask"], bool)
     found: dict[str, np.ndarray] = {}
     own = np.asarray(columns["behaviour_logprobs"], np.float64)[mask]
-    found["student_surprise"] = -own
-    found["version"] = np.asarray(columns["weight_versions"], np.float64)[mask]
+    drawn = columns.get("origin", "student") == "student"  # a given answer has no logprobs as sampled
+    if drawn:
+        found["student_surprise"] = -own
+        found["version"] = np.asarray(columns["weight_versions"], np.float64)[mask]
     teacher = columns.get("teacher_logprobs")
     if teacher is not None and len(teacher) == len(own):
-        found["gap"] = own - np.asarray(teacher, np.float64)
+        if drawn:
+            found["gap"] = own - np.asarray(teacher, np.float64)
         found["teacher_surprise"] = -np.asarray(teacher, np.float64)
     top = columns.get("teacher_topk_logprobs")
     if top is not None and len(top) == len(own):
@@ -61,7 +64,7 @@ def measures(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     ):  # fmt: skip
         if column in columns and len(columns[column]) == len(own):
             found[name] = np.asarray(columns[column], np.float64)
-    if "trainer_logprobs" in columns and len(columns["trainer_logprobs"]) == len(own):
+    if drawn and "trainer_logprobs" in columns and len(columns["trainer_logprobs"]) == len(own):
         found["ratio"] = np.exp(np.asarray(columns["trainer_logprobs"], np.float64) - own)
     return {name: found[name] for name in MEASURES if name in found}
 

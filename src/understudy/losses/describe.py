@@ -104,6 +104,7 @@ def describe_objective(
     teacher_temperature: float = 1.0,
     kl_coef: float = 0.0,
     kl_kind: str = "k3",
+    sft_coef: float = 0.0,
 ) -> ObjectiveDescription:
     """Name and formula of the objective these settings make; LossInputError where they make no sense."""
     resolved = canonical_kind(kind)
@@ -155,7 +156,8 @@ def describe_objective(
             "actor/distillation/clamped_share counts such tokens"
         )
     composed = _compose(name, term, notes, distill_coef, task_coef, clip_low, clip_high, dual_clip, tis_cap)
-    return _with_reference(composed, kl_coef, kl_kind) if kl_coef else composed
+    composed = _with_reference(composed, kl_coef, kl_kind) if kl_coef else composed
+    return _with_given_answers(composed, sft_coef) if sft_coef else composed
 
 
 def _describe_divergence(
@@ -300,6 +302,15 @@ def _with_reference(objective: ObjectiveDescription, coef: float, kind: str) -> 
     note = f"KL to the reference, {resolved}: {ESTIMATOR_TRUTH[resolved]}"
     return ObjectiveDescription(
         f"{objective.name} + {resolved} to the reference", formula, (*objective.notes, note)
+    )
+
+
+def _with_given_answers(objective: ObjectiveDescription, coef: float) -> ObjectiveDescription:
+    if coef < 0:
+        raise LossInputError(f"sft_coef must not be negative; got {coef:g}.")
+    formula = f"{objective.formula.removesuffix(' )')} + {coef:g} · [−log q(y), y of a given answer] )"
+    return ObjectiveDescription(
+        f"{objective.name} + cross-entropy of given answers", formula, objective.notes
     )
 
 

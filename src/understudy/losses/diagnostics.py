@@ -39,6 +39,17 @@ MEAN_COLUMNS = {
     "reference_kl": "actor/kl_loss",
 }
 
+DRAWN_COLUMNS = {
+    "k1",
+    *(
+        f"{term}_{name}"
+        for term in ("distill", "task")
+        for name in ("approx_kl", "clipped", "clipped_lower", "importance")
+    ),
+    "reference_kl",
+}
+"""Columns that mean something only at tokens that the student drew; their means leave given answers out."""
+
 EXTREME_COLUMNS = {
     "distill": "actor/distillation/loss",
     "student_mass": "actor/distillation/student_mass",
@@ -53,24 +64,34 @@ def build_metrics(columns: dict[str, Tensor], inputs: LossInputs) -> dict[str, M
     """
     weights_N = inputs.weights_N
     counts_N = (weights_N > 0).to(weights_N.dtype)
-    parts: dict[str, Tensor] = {name: counts_N * columns[name] for name in MEAN_COLUMNS if name in columns}
+    drawn_N = counts_N if inputs.given_N is None else counts_N * ~inputs.given_N
+    parts: dict[str, Tensor] = {
+        name: (drawn_N if name in DRAWN_COLUMNS else counts_N) * columns[name]
+        for name in MEAN_COLUMNS
+        if name in columns
+    }
     if "distill" in columns:
         parts["weighted_distill"] = weights_N * columns["distill"]
         parts["abs_distill"] = counts_N * columns["distill"].abs()
+    if "sft" in columns:
+        parts["sft"] = counts_N * columns["sft"]
     if "task_pg" in columns:
         parts["weighted_task"] = weights_N * columns["task_pg"]
     sums = dict(zip(parts, torch.stack(list(parts.values())).sum(-1).unbind(0), strict=True)) if parts else {}
     tokens = counts_N.sum()
+    drawn = tokens if inputs.given_N is None else drawn_N.sum()
     metrics: dict[str, Metric] = {}
     if "distill" in columns:
         metrics["actor/distillation/loss"] = MetricTotal(sums["weighted_distill"])
         metrics["actor/distillation/abs_loss"] = MetricSum(sums["abs_distill"], tokens)
         metrics.update(_by_position(columns["distill"], counts_N, inputs.positions_N))
+    if "sft" in columns:
+        metrics["actor/sft_loss"] = MetricSum(sums["sft"], tokens - drawn)
     if "task_pg" in columns:
         metrics["actor/pg_loss"] = MetricTotal(sums["weighted_task"])
     for column, name in MEAN_COLUMNS.items():
         if column in sums:
-            metrics[name] = MetricSum(sums[column], tokens)
+            metrics[name] = MetricSum(sums[column], drawn if column in DRAWN_COLUMNS else tokens)
     metrics.update(_extremes(columns, counts_N))
     return metrics
 

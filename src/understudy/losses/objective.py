@@ -25,7 +25,8 @@ from understudy.types.loss import LossInputs, LossOutput, StudentHead, StudentLo
 
 
 class Objective(ObjectiveSettings):
-    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N)."""
+    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N
+    + sft_coef · cross_entropy_N)."""
 
     def __call__(self, student: StudentHead | StudentLogits, inputs: LossInputs) -> LossOutput:
         """Loss of one micro-batch; `.loss.backward()` reaches the hidden states (or logits), head weight and bias."""

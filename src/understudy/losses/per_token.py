@@ -69,6 +69,8 @@ class TokenTerms(Protocol):
     @property
     def kl_kind(self) -> str: ...
     @property
+    def sft_coef(self) -> float: ...
+    @property
     def per_token_clamp(self) -> float | None: ...
     @property
     def loss_max_clamp(self) -> float | None: ...
@@ -97,22 +99,19 @@ def token_losses(
             raise LossInputError(
                 "task_coef is above 0, but advantages_N is missing: compute task advantages first."
             )
-        task = policy_loss(
-            view.logp_N,
-            inputs.advantages_N,
-            inputs.behaviour_logprobs_N,
-            inputs.old_logprobs_N,
-            terms.clip,
-            inputs.importance_N,
-        )
+        task = _policy_term(terms, view, inputs, inputs.advantages_N)
         _keep_policy_columns(task, columns, prefix="task")
         total = total + terms.task_coef * task.loss_N
     if terms.kl_coef > 0:
         if inputs.reference_logprobs_N is None:
             raise LossInputError("kl_coef is above 0, but reference_logprobs_N is missing: give a reference.")
-        leash = estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N)
+        leash = _drawn_only(inputs, estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N))
         columns["reference_kl"] = leash.detach()
         total = total + terms.kl_coef * leash
+    if terms.sft_coef > 0 and inputs.given_N is not None:
+        supervised = torch.where(inputs.given_N, -view.logp_N, 0.0)
+        columns["sft"] = supervised.detach()
+        total = total + terms.sft_coef * supervised
     if inputs.teacher_logprobs_N is not None:
         columns["k1"] = (view.logp_N.detach() - inputs.teacher_logprobs_N).float()
     columns["loss"] = total.detach()
@@ -125,7 +124,8 @@ def _distill_term(
     if terms.kind in ESTIMATOR_FORMULAS:
         if terms.policy_gradient:
             return _distill_policy_gradient(terms, view, inputs, columns)
-        return _clamped(terms, estimate(terms.kind, view.logp_N, _teacher_sampled(inputs)), columns)
+        estimates = _drawn_only(inputs, estimate(terms.kind, view.logp_N, _teacher_sampled(inputs)))
+        return _clamped(terms, estimates, columns)
     found = _divergence(terms, view, inputs, columns)
     if terms.clamp_at_zero:
         found = found.clamp_min(0.0)
@@ -168,16 +168,29 @@ def _distill_policy_gradient(
         value_kind = terms.kind.removesuffix("+")
         estimates = estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
         advantages = -_clamped(terms, estimates, columns)
-    result = policy_loss(
+    result = _policy_term(terms, view, inputs, advantages)
+    _keep_policy_columns(result, columns, prefix="distill")
+    return result.loss_N
+
+
+def _policy_term(
+    terms: TokenTerms, view: StudentView, inputs: LossInputs, advantages_N: Tensor
+) -> PolicyLoss:
+    found = policy_loss(
         view.logp_N,
-        advantages,
+        advantages_N,
         inputs.behaviour_logprobs_N,
         inputs.old_logprobs_N,
         terms.clip,
         inputs.importance_N,
     )
-    _keep_policy_columns(result, columns, prefix="distill")
-    return result.loss_N
+    return found._replace(loss_N=_drawn_only(inputs, found.loss_N))
+
+
+def _drawn_only(inputs: LossInputs, values_N: Tensor) -> Tensor:
+    """0 at tokens of given answers: estimators, ratios and policy gradients assume that the student drew the
+    token."""
+    return values_N if inputs.given_N is None else torch.where(inputs.given_N, 0.0, values_N)
 
 
 def _teacher_sampled(inputs: LossInputs) -> Tensor:

@@ -20,7 +20,8 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N)."""
+    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N
+    + sft_coef · cross_entropy_N)."""
 
     kind: str
     """A divergence or an estimator; aliases (`mse`, `low_var_kl`, `kl`) are resolved at construction."""
@@ -39,6 +40,8 @@ class ObjectiveSettings:
     kl_coef: float = 0.0
     """Above 0 adds an estimate of KL to the frozen reference (`reference_logprobs_N`)."""
     kl_kind: str = "k3"
+    sft_coef: float = 0.0
+    """Above 0 adds −log q(y) at tokens of given answers (`given_N`)."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
@@ -66,6 +69,7 @@ class ObjectiveSettings:
             policy_gradient=self.policy_gradient, distill_coef=self.distill_coef, task_coef=self.task_coef,
             clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip, tis_cap=self.tis_cap,
             discount=self.discount, per_token_clamp=self.per_token_clamp, kl_coef=self.kl_coef, kl_kind=self.kl_kind,
+            sft_coef=self.sft_coef,
             loss_max_clamp=self.loss_max_clamp, log_prob_min_clamp=self.log_prob_min_clamp,
             clamp_at_zero=self.clamp_at_zero,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from understudy.losses.describe import ObjectiveDescription, describe_objective
 _SHARED = (
     "kind", "signal", "tail", "beta", "alpha", "mixture_weight", "policy_gradient", "distill_coef", "task_coef",
     "clip_low", "clip_high", "dual_clip", "tis_cap", "discount", "per_token_clamp", "loss_max_clamp",
-    "log_prob_min_clamp", "clamp_at_zero", "kl_kind",
+    "log_prob_min_clamp", "clamp_at_zero", "kl_kind", "sft_coef",
 )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from understudy.planning.teacher_checks import (
     Measure,
     Measured,
     Row,
+    answers_given,
     contexts_fit,
     contexts_of,
     mixtures_fit,
@@ -218,6 +219,7 @@ def preflight(
         if key == "train":
             findings.train_rows = len(checked.dataset)
             problems += mixtures_fit(recipe, checked.dataset)
+            problems += answers_given(recipe, checked.dataset)
             own = {name: measured_once(_own_length(one, whole)) for name, one in prompts.items()}
             problems += prompts_render(recipe, checked.dataset, own)
             sent = clipped(measure, limits[key], recipe.data.overlong)

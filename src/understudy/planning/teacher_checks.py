@@ -133,6 +133,26 @@ def _limit_of_prompts(limit: int, by_the_students: bool) -> str:
     return f"; data.max_prompt_tokens = {limit} with data.overlong = 'drop' or 'truncate_left' leaves out what does not fit"
 
 
+def answers_given(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Every row must have the answer that `rollout.off_policy` may take; the first that has none is named."""
+    share, column = recipe.rollout.off_policy, recipe.rollout.answer_column
+    if share == 0:
+        return []
+    for number, row in enumerate(dataset.rows):
+        place = f"data.train: {dataset.place(number)}"
+        if not isinstance(row.get(column), str) or not row[column]:
+            return [
+                f"{place}: no text in the column {column!r}, from which rollout.off_policy = {share:g} takes answers; add it, or name "
+                "another column (rollout.answer_column)"
+            ]
+        if row.get("agent") not in (None, "", "single_turn"):
+            return [
+                f"{place}: agent = {row['agent']!r} with rollout.off_policy = {share:g}: a given answer is one turn; use 'single_turn', or "
+                "off_policy = 0"
+            ]
+    return []
+
+
 def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
     """Mixtures need a signal that can be mixed. A wrong teacher name fails only its row, when that row is
     scored."""

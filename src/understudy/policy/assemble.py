@@ -22,6 +22,7 @@ from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, TeacherHead
+from understudy.types.trajectory import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ class Assembler:
         """int64 [rows]."""
         self.loss_offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
         """int64 [rows + 1]: where each row's loss-bearing positions start among all of them."""
+        given = [origin != Origin.STUDENT for origin in batch.origins]
+        self._given = torch.tensor(given) if any(given) else None
+        """bool [rows]: which are given answers; None if the student wrote all."""
         self.batch: Batch
         """The rows held."""
         self._held_offsets: torch.Tensor
@@ -198,6 +202,10 @@ class Assembler:
 
         whole_index_N = loss_index_N if self._place is None else self.loss_places(rows)
         weights_N = self.weights.values[whole_index_N].to(torch.float32)
+        behaviour_N = self.batch.behaviour_logprobs.values[token_index_N]
+        given_N = None if self._given is None else self._given[list(rows)][sequence_N]
+        if given_N is not None:  # only there: a NaN that an engine wrote stays and is refused
+            behaviour_N = behaviour_N.masked_fill(given_N, 0.0)
         return LossInputs(
             token_ids_N=token_ids_N,
             weights_N=torch.zeros_like(weights_N) if silent else weights_N,
@@ -208,13 +216,14 @@ class Assembler:
             teacher_logprobs_NK=pick(self.batch.teacher_topk_logprobs),
             teacher_hidden_NH=pick(self.batch.teacher_hidden),
             teacher_head=self._head_of(rows),
-            behaviour_logprobs_N=self.batch.behaviour_logprobs.values[token_index_N],
+            behaviour_logprobs_N=behaviour_N,
             old_logprobs_N=None if self.old_logprobs is None else self.old_logprobs.values[whole_index_N],
             advantages_N=pick(self.batch.advantages),
             importance_N=pick(self.batch.importance),
             reference_logprobs_N=pick(self.batch.reference_logprobs),
             old_values_N=pick(self.batch.values),
             returns_N=pick(self.batch.returns),
+            given_N=given_N,
         )
 
     def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:

@@ -22,6 +22,7 @@ from understudy.policy.optim.adamw import MasterAdamW
 from understudy.policy.plan import Plan
 from understudy.policy.ranks.shard import Ranks
 from understudy.policy.refused import COLUMNS, RefusedRows, refused_rows
+from understudy.types.batch_ref import student_rows
 from understudy.types.loss import LossOutput, TeacherHead
 
 
@@ -121,8 +122,9 @@ def replay(policy: Trained, refused: RefusedRows, objective: Objective) -> list[
 
 def _broken_columns(refused: RefusedRows, row: int) -> tuple[str, ...]:
     """Behaviour logprobs are NaN where nothing was sampled, which is correct; only sampled positions are
-    checked."""
+    checked, and none of a given answer."""
     rows = refused.rows
+    drawn = student_rows(rows)
     found = {name: getattr(rows, name) for name in COLUMNS} | {
         "weights": refused.weights, "old_logprobs": refused.old_logprobs
     }  # fmt: skip
@@ -132,6 +134,8 @@ def _broken_columns(refused: RefusedRows, row: int) -> tuple[str, ...]:
             continue
         values = column[row]
         if name == "behaviour_logprobs":
+            if row not in drawn:
+                continue
             values = values[rows.loss_mask[row]]
         if not bool(torch.isfinite(values).all()):
             broken.append(name)

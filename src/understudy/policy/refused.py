@@ -26,7 +26,7 @@ from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
 
-_PER_ROW = ("rewards", "stop_reasons", "teachers", "media")
+_PER_ROW = ("rewards", "stop_reasons", "teachers", "media", "origins")
 COLUMNS = tuple(one.name for one in fields(Batch) if one.name not in ("keys", *_PER_ROW))
 _VALUES, _OFFSETS, _HEAD = ".values", ".offsets", "head."
 

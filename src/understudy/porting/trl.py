@@ -73,7 +73,7 @@ _NOT_NEEDED: dict[str, str] = {
 }  # fmt: skip
 
 _UNSUPPORTED: dict[str, str] = {
-    "seq_kd": "rollouts are the student's own; train on the teacher's answers with a supervised trainer",
+    "seq_kd": "rollouts are the student's own; the teacher's answers can be a column of the data (rollout.off_policy)",
     "fp16": "float16 loses small gradients; student.dtype = 'bfloat16' is written",
     "load_in_4bit": "adapters are trained on unquantised weights; trainer.offload_optimizer, student.gradient_checkpointing save memory",
     "load_in_8bit": "adapters are trained on unquantised weights; trainer.offload_optimizer, student.gradient_checkpointing save memory",
@@ -244,7 +244,8 @@ def _loss(draft: Draft, gkd: bool) -> None:
     else:
         draft.tell("lmbda", Verdict.UNSUPPORTED, "every rollout is the student's own, as with lmbda = 1.0")
         draft.notes.append(
-            f"lmbda = {share:g} in TRL: the other batches are the dataset's own answers; here every rollout is the student's"
+            f"lmbda = {share:g} in TRL: the other batches are the dataset's own answers; here every rollout is the student's unless you set "
+            f"rollout.off_policy = {1 - share:g} and rows have their answer in a column (rollout.answer_column)"
         )
 
 

@@ -6,11 +6,13 @@ are shown.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from understudy.config import StudentConfig, parse_recipe
 from understudy.config.recipe import stored
@@ -21,12 +23,12 @@ from understudy.errors import ConfigError
 from understudy.media.pictures import Pictures
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
-from understudy.observability.rundir import RunDir
+from understudy.observability.rundir import RunDir, write_atomically
 from understudy.planning.models.opened import check_present
 from understudy.planning.overlong import prompt_limits
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
-from understudy.rollout.dataset import load_dataset
+from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
@@ -36,6 +38,7 @@ from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_pro
 from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import LoadedModel, load_model, put_student
 from understudy.trainers.prompt_data import without_overlong
+from understudy.types.trajectory import StopReason, Trajectory
 from understudy.types.usable_ids import UsableIds
 
 
@@ -49,9 +52,11 @@ async def evaluate_model(
     *,
     k: int | None = None,
     best: bool = False,
+    answers_to: Path | None = None,
     view: LiveView | None = None,
 ) -> dict[str, float]:
-    """Evaluates `model` on `data`: greedy answers, and `k` samples per problem.
+    """Evaluates `model` on `data`: greedy answers, and `k` samples per problem. `answers_to`: a file that gets every
+    problem's row with its greedy answer in the column `written`, for example for `rollout.off_policy`.
 
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
@@ -138,9 +143,29 @@ async def evaluate_model(
         await loops.close()
         await engine.close()
         scratch.cleanup()
+    if answers_to is not None:
+        _write_answers(answers_to, problems, answers, student.tokenizer)
     for failure in evaluator.failures[:_SHOWN]:
         view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
     return measures(prompts, answers, sampled, trainer.solved_at)
+
+
+def _write_answers(
+    path: Path, problems: Dataset, answers: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """One JSON line per problem, in their order. Answers that failed or were cut off are left out: a cut one
+    would teach the student to stop there."""
+    lines = []
+    for row, answer in zip(problems.rows, answers, strict=False):
+        if answer.stop_reason in (StopReason.EOS, StopReason.STOP_STRING):
+            ids = answer.tokens[answer.loss_mask].tolist()
+            told = {
+                **row,
+                "written": tokenizer.decode(ids, skip_special_tokens=True),
+                "written_reward": answer.reward,
+            }
+            lines.append(json.dumps(told, ensure_ascii=False, default=str) + "\n")
+    write_atomically(path, "".join(lines))
 
 
 def _student_of(student: StudentConfig) -> LoadedModel:

@@ -25,9 +25,10 @@ from understudy.dataplane.token_measures import worst_tokens
 from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.learn.update import update
 from understudy.trainers.rollout_dump import dump_rollouts
-from understudy.trainers.row_columns import MEDIA, REPLICA, SCORED, VERSION, own_prompt_column
+from understudy.trainers.row_columns import MEDIA, ORIGIN, REPLICA, SCORED, VERSION, own_prompt_column
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
+from understudy.types.trajectory import Origin
 
 if TYPE_CHECKING:
     from understudy.policy.step import StepResult
@@ -184,12 +185,15 @@ def columns_of(batch: Batch, chosen: Sequence[int]) -> list[Row]:
     for row, i in zip(rows, chosen, strict=True):
         if batch.teachers:
             row[SCORED] = batch.teachers[i]
+        if batch.origins:
+            row[ORIGIN] = batch.origins[i]
     return rows
 
 
 def _summary(key: str, row: Row, facts: Row, prompt: str, completion: str) -> Row:
     mask = row["loss_mask"]
     versions, teacher = row["weight_versions"][mask], row.get("teacher_logprobs")
+    drawn = versions[versions >= 0]
     gap = None if teacher is None else row["behaviour_logprobs"][mask] - teacher
     return {
         "key": key,
@@ -202,8 +206,9 @@ def _summary(key: str, row: Row, facts: Row, prompt: str, completion: str) -> Ro
         "tokens": len(versions),
         "teacher": row.get(SCORED),
         "kl": _mean(gap),
-        "oldest": int(versions.min()) if len(versions) else None,
-        "newest": int(versions.max()) if len(versions) else None,
+        "origin": row.get(ORIGIN, str(Origin.STUDENT)),
+        "oldest": int(drawn.min()) if len(drawn) else None,
+        "newest": int(drawn.max()) if len(drawn) else None,
         "worst": [] if gap is None else worst_tokens(row, gap),
         "why": facts["why"],
         "source": facts["source"],

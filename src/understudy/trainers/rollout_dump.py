@@ -8,6 +8,7 @@ One JSON object per row, in the order of the batch:
 | `prompt`, `completion` | what the student got, and all after it (tool answers too), with special tokens |
 | `reward`, `stop_reason`, `turns` | as journalled |
 | `tokens` | how many tokens the student wrote |
+| `origin` | `student`, or `data` for a given answer, which has no `kl` |
 | `teacher` | the teacher that scored the row |
 | `kl` | the mean of log q(y) - log p(y) over the written tokens, q as sampled |
 | `media` | hashes of its pictures, in their order; absent without |
@@ -30,7 +31,7 @@ import numpy as np
 from understudy.dataplane.base import Lease
 from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.observability.rundir import write_atomically
-from understudy.trainers.row_columns import MEDIA, SCORED
+from understudy.trainers.row_columns import MEDIA, ORIGIN, SCORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = ("tokens", "loss_mask", "behaviour_logprobs", "reward", "stop_reason", "turns")
+_WRITTEN = ("tokens", "loss_mask", "behaviour_logprobs", "reward", "stop_reason", "turns", ORIGIN)
 _SCORED = (SCORED, "teacher_logprobs")
 
 
@@ -71,6 +72,7 @@ class RolloutDump:
             "stop_reason": row["stop_reason"],
             "turns": row["turns"],
             "tokens": int(np.count_nonzero(mask)),
+            "origin": row[ORIGIN],
         }
         if SCORED in row:
             gaps = row["behaviour_logprobs"].numpy()[mask] - row["teacher_logprobs"].numpy()

@@ -17,7 +17,7 @@ from understudy.types.batch import Batch
 from understudy.types.batch_ref import STREAMS
 from understudy.types.jagged import Jagged
 from understudy.types.scores import TeacherScores
-from understudy.types.trajectory import FEEDBACK, Trajectory
+from understudy.types.trajectory import FEEDBACK, Origin, Trajectory
 
 PARTITION = "train"
 """The data plane's partition of a run's rows."""
@@ -29,11 +29,13 @@ VERSION = "teacher_version"
 """The column with the version of the teacher's weights; −1 if they are frozen, the newest for a mixture."""
 CANDIDATES = "candidate_ids"
 """The column of the student's top ids, for teachers that score them."""
+ORIGIN = "origin"
+"""The column that says what wrote a row's tokens (`Origin`)."""
 MEDIA = "media"
 """The column with the hashes of a row's pictures; only in runs whose student reads pictures."""
 SIZES = "sizes"
 """The column with a row's lengths and weight versions, for code that does not read the tokens."""
-FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
+FACTS = (SIZES, ORIGIN, "reward", "stop_reason", "turns", "metrics")
 """Small columns, without per-token data, that the trainer uses for decisions and metrics."""
 
 
@@ -65,6 +67,7 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
         "behaviour_logprobs": trajectory.behaviour_logprobs,
         "weight_versions": trajectory.weight_versions,
         SIZES: sizes_of(trajectory),
+        ORIGIN: str(trajectory.origin),
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward,
         "turns": trajectory.turns,
@@ -142,6 +145,7 @@ def assemble(
         stop_reasons=tuple(columns.get("stop_reason", ())),
         teachers=tuple(columns.get(SCORED, ())),
         media=tuple(tuple(names) for names in columns.get(MEDIA, ())),
+        origins=tuple(columns.get(ORIGIN, ())),
         teacher_logprobs=columns.get("teacher_logprobs"),
         teacher_ids=None if ids is None else _cast(ids, torch.int64),
         teacher_topk_logprobs=columns.get("teacher_topk_logprobs"),
@@ -157,8 +161,19 @@ def rewards_of(columns: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(float("nan") if reward is None else float(reward) for reward in columns.get("reward", ()))
 
 
-def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a step's rows from their `FACTS`, under verl's names where it has one."""
+def rollout_metrics(columns: Mapping[str, Any], given: bool = False) -> dict[str, float]:
+    """Metrics of a step's rows from their `FACTS`, under verl's names where it has one. `given`: rows may be
+    given answers. Those are counted, and all else is of the rows that the student wrote."""
+    if not given:
+        return _written_metrics(columns)
+    rows = len(columns[ORIGIN])
+    own = [row for row, origin in enumerate(columns[ORIGIN]) if origin == Origin.STUDENT]
+    written = {name: [columns[name][row] for row in own] for name in FACTS}
+    metrics = _written_metrics(written) if own else {}
+    return metrics | {"rollout/rows": float(rows), "rollout/given": 1 - len(own) / rows}
+
+
+def _written_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     sizes, stops = columns[SIZES], columns["stop_reason"]
     lengths = np.array([row["loss"] for row in sizes])
     metrics = {

@@ -136,6 +136,8 @@ class Batch:
     """Which teacher scored each row; empty without teachers."""
     media: tuple[tuple[str, ...], ...] = ()
     """Hashes of each row's pictures, in the order of their placeholders; empty if no row has any."""
+    origins: tuple[str, ...] = ()
+    """What wrote each row's tokens (`Origin`); empty: the student wrote all rows."""
     teacher_logprobs: Jagged | None = None
     """float32 [P], per loss-bearing position."""
     teacher_ids: Jagged | None = None
@@ -218,6 +220,7 @@ class Batch:
             stop_reasons=tuple(self.stop_reasons[i] for i in indexes) if self.stop_reasons else (),
             teachers=tuple(self.teachers[i] for i in indexes) if self.teachers else (),
             media=tuple(self.media[i] for i in indexes) if self.media else (),
+            origins=tuple(self.origins[i] for i in indexes) if self.origins else (),
             teacher_logprobs=pick(self.teacher_logprobs),
             teacher_ids=pick(self.teacher_ids),
             teacher_topk_logprobs=pick(self.teacher_topk_logprobs),

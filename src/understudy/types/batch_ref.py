@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from understudy.errors import RowsUnreachable
 from understudy.types.batch import Batch, BatchMeta
+from understudy.types.trajectory import Origin
 
 if TYPE_CHECKING:
     from understudy.types.jagged import Jagged
@@ -48,6 +49,11 @@ class BatchRef(Protocol):
     def stop_reasons(self) -> tuple[str, ...]: ...
     @property
     def teachers(self) -> tuple[str, ...]: ...
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """What wrote each row's tokens (`Origin`); empty: the student wrote all rows."""
+        ...
+
     @property
     def has_hidden_states(self) -> bool:
         """Whether rows were scored by hidden states, so that each teacher needs its own head."""
@@ -120,6 +126,7 @@ class RemoteBatch:
     rewards: tuple[float, ...] = ()
     stop_reasons: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     made: Mapping[str, Jagged] = field(default_factory=dict)
 
     @property
@@ -160,6 +167,7 @@ class RemoteBatch:
             rewards=tuple(self.rewards[i] for i in indexes) if self.rewards else (),
             stop_reasons=tuple(self.stop_reasons[i] for i in indexes) if self.stop_reasons else (),
             teachers=tuple(self.teachers[i] for i in indexes) if self.teachers else (),
+            origins=tuple(self.origins[i] for i in indexes) if self.origins else (),
             made={name: column.select(indexes) for name, column in self.made.items()},
         )
 
@@ -182,5 +190,18 @@ class RemoteBatch:
         return self._complete(self.source.from_disk(self.meta, reason))
 
     def _complete(self, batch: Batch) -> Batch:
-        named = replace(batch, rewards=self.rewards, stop_reasons=self.stop_reasons, teachers=self.teachers)
+        named = replace(
+            batch,
+            rewards=self.rewards,
+            stop_reasons=self.stop_reasons,
+            teachers=self.teachers,
+            origins=self.origins,
+        )
         return named.with_columns(**self.made)
+
+
+def student_rows(batch: BatchRef) -> list[int]:
+    """The rows that the student wrote."""
+    if not batch.origins:
+        return list(range(len(batch)))
+    return [row for row, origin in enumerate(batch.origins) if origin == Origin.STUDENT]

@@ -182,6 +182,9 @@ class LossInputs:
     """float32: the critic's value of the token before the step."""
     returns_N: Tensor | None = None
     """float32: the critic's target."""
+    given_N: Tensor | None = None
+    """bool: True at tokens of given answers, which the student did not draw. Terms that assume a drawn token are 0
+    there, and `behaviour_logprobs_N` is not read. None: the student drew all tokens."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -240,6 +243,9 @@ class LossInputs:
                 raise LossInputError(f"{name} must be int64; got {describe_tensor(tensor)}.")
             if name in _FLOAT_N and not tensor.is_floating_point():
                 raise LossInputError(f"{name} must be a float tensor; got {describe_tensor(tensor)}.")
+        given = self.given_N
+        if given is not None and (tuple(given.shape) != (count,) or given.dtype != torch.bool):
+            raise LossInputError(f"given_N must be bool [{count}]; got {describe_tensor(given)}.")
         self._check_candidates(count)
         if (self.teacher_hidden_NH is None) != (self.teacher_head is None):
             raise LossInputError(

@@ -29,6 +29,15 @@ class StopReason(StrEnum):
     """Interrupted from outside (a weight update, a shutdown); the tokens written so far are kept."""
 
 
+class Origin(StrEnum):
+    """What wrote a trajectory's loss-bearing tokens."""
+
+    STUDENT = "student"
+    """An engine drew them from the student: each has a behaviour logprob and a weight version."""
+    DATA = "data"
+    """They are the row's own answer (`rollout.off_policy`): nothing was drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One rollout.
@@ -45,8 +54,8 @@ class Trajectory:
     tokens: np.ndarray
     """int32 [T]: everything the model saw or wrote."""
     loss_mask: np.ndarray
-    """bool [T]: True on every token the student generated, EOS included; never on prompt, tool or template
-    tokens."""
+    """bool [T]: True on every token the student generated, EOS included, or of a given answer; never on prompt,
+    tool or template tokens."""
     behaviour_logprobs: np.ndarray
     """float32 [T]: log-probability under the distribution actually sampled from; NaN where nothing was sampled."""
     weight_versions: np.ndarray
@@ -60,6 +69,7 @@ class Trajectory:
     """int32 [P, K]: the student's own K best ids at each loss-bearing token, if requested."""
     media: tuple[str, ...] | None = None
     """Hashes of its pictures, in the order of their placeholders; None if the student reads no pictures."""
+    origin: Origin = Origin.STUDENT
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

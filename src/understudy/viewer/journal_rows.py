@@ -119,6 +119,7 @@ class JournalRows:
 def journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     mask = np.asarray(columns["loss_mask"], bool)
     versions = np.asarray(columns["weight_versions"])[mask]
+    drawn = versions[versions >= 0]
     gap = measures(columns).get("gap")
     return {
         "key": key,
@@ -130,8 +131,9 @@ def journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dic
         "kl": None if gap is None or not len(gap) else float(gap.mean()),
         "turns": columns.get("turns"),
         "stop_reason": columns.get("stop_reason"),
-        "oldest": int(versions.min()) if len(versions) else None,
-        "newest": int(versions.max()) if len(versions) else None,
+        "origin": columns.get("origin", "student"),
+        "oldest": int(drawn.min()) if len(drawn) else None,
+        "newest": int(drawn.max()) if len(drawn) else None,
         "worst": worst_tokens(columns),
         "media": columns.get("media"),
     }

@@ -26,9 +26,9 @@ from understudy.media.store import is_hash
 from understudy.observability.lines import line_at, record
 
 NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
-WORDS = ("kind", "source", "teacher", "stop_reason")
+WORDS = ("kind", "source", "teacher", "stop_reason", "origin")
 _FIELD_NAMES = (
-    " key prompt completion text reward stop_reason turns tokens teacher kl offset length crc worst "
+    " key prompt completion text reward stop_reason origin turns tokens teacher kl offset length crc worst "
 )
 _BLOCK = 8 << 20
 MOST_WORST = 200

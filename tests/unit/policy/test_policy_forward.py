@@ -217,6 +217,25 @@ def test_bad_numbers_name_the_rows() -> None:
         Assembler(batch, token_mean(batch)).hold().cut([0, 1], Layout.PADDED)
 
 
+def test_only_the_origin_of_a_row_excuses_missing_logprobs() -> None:
+    """A given answer has none. A row that an engine wrote must have all of them, whatever they look like."""
+    batch = batch_of([[0, 1], [0, 1, 1], [0, 1, 1]])
+    batch.behaviour_logprobs.values.fill_(float("nan"))
+    with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-000"):
+        Assembler(batch, token_mean(batch)).hold().cut([0, 1, 2], Layout.PADDED)
+    mixed = replace(batch, origins=("data", "student", "data"))
+    with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-001"):
+        Assembler(mixed, token_mean(mixed)).hold().cut([1], Layout.PADDED)
+    mixed.behaviour_logprobs.values[2:5] = -1.0
+    micro = Assembler(mixed, token_mean(mixed)).hold().cut([2, 1], Layout.PADDED)
+    assert micro.inputs.given_N is not None
+    assert micro.inputs.given_N.tolist() == [True, True, False, False]
+    given = replace(batch, origins=("data",) * 3)
+    assert Assembler(given, token_mean(given)).hold().cut([0], Layout.PADDED).inputs.given_N.tolist() == [
+        True
+    ]
+
+
 def test_a_head_with_an_unknown_twist_is_refused() -> None:
     model = ready("qwen3")
     verify_head(model)
@@ -253,7 +272,8 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
         return Jagged(-1 - torch.rand(int(offsets[-1]), *width), offsets)
 
     names = ("teacher_logprobs", "advantages", "reference_logprobs", "values", "returns")
-    full = replace(batch.with_columns(**{name: column() for name in names}), teachers=("a", "b", "b", "a"))
+    made = batch.with_columns(**{name: column() for name in names})
+    full = replace(made, teachers=("a", "b", "b", "a"), origins=("student", "data", "student", "data"))
     ids = Jagged(torch.arange(3).expand(int(offsets[-1]), 3).contiguous(), offsets)
     ratios = Jagged(-column().values, offsets)
     full = full.with_columns(teacher_hidden=column(4), teacher_topk_logprobs=column(3), teacher_ids=ids)
@@ -268,7 +288,9 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
             raise AssertionError(reason)
 
     meta = BatchMeta("train", full.keys, ("tokens", "teacher_hidden"))
-    told = RemoteBatch(meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers)
+    told = RemoteBatch(
+        meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers, origins=full.origins
+    )
     local = Assembler(full, token_mean(full), old, heads).hold()
     remote = Assembler(told, token_mean(full), old, heads)
     assert remote.groups() == local.groups() == ["a", "b", "b", "a"] and remote.rows_with_loss() == [

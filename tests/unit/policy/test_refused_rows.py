@@ -27,6 +27,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
         rewards=(1.0, float("nan")),
         stop_reasons=("eos", "length"),
         teachers=("math", "code"),
+        origins=("student", "data"),
         teacher_logprobs=per_token(3, 2),
         teacher_hidden=per_token(3, 2, kind=torch.bfloat16, wide=4),
         advantages=Jagged.from_rows([torch.tensor([1.0, float("inf"), 2.0]), torch.zeros(2)]),
@@ -38,6 +39,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
     found, about = RefusedRows.load(path)
     assert about == {"role": "student"} and found.reason == "loss nan" and found.step == 5
     assert found.rows.keys == rows.keys and found.rows.teachers == rows.teachers
+    assert found.rows.origins == rows.origins
     assert found.rows.rewards[0] == 1.0 and found.rows.rewards[1] != found.rows.rewards[1]
     for name in (
         "tokens",

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="samples per problem besides the greedy answer; a run's own trainer.eval_k, or 0",
     )
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="write every problem's row with the greedy answer in the column `written` (rollout.off_policy can learn from it)",
+    )
     parser.add_argument("--best", action="store_true", help="a run's best checkpoint instead of its latest")
     parser.add_argument(
         "--harness",
@@ -65,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
                 options.agent,
                 k=options.k,
                 best=options.best,
+                answers_to=options.answers,
                 view=view,
             )
         )
@@ -74,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 def _by_harness(options: argparse.Namespace) -> dict[str, float]:
     own = {
         "--data": options.data, "--reward": options.reward, "--agent": options.agent, "--k": options.k,
-        "--max-new-tokens": options.max_new_tokens,
+        "--max-new-tokens": options.max_new_tokens, "--answers": options.answers,
     }  # fmt: skip
     given = [flag for flag, value in own.items() if value is not None]
     if given:

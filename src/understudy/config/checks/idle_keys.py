@@ -32,6 +32,10 @@ def _evaluates(recipe: RecipeTables) -> bool:
     return recipe.data.eval is not None and recipe.data.reward is not None
 
 
+def _given_answers(recipe: RecipeTables) -> bool:
+    return recipe.rollout.off_policy > 0
+
+
 _RULES = (
     _Rule("loss", ("beta",), lambda r: r.loss.kind == "jsd", "loss.kind = 'jsd'"),
     _Rule(
@@ -59,6 +63,8 @@ _RULES = (
         lambda r: r.loss.task_coef > 0 and r.loss.advantage in ("reinforce++", "gae"),
         "loss.advantage = 'reinforce++' or 'gae' and loss.task_coef above 0",
     ),
+    _Rule("loss", ("sft_coef",), _given_answers, "given answers: rollout.off_policy above 0"),
+    _Rule("rollout", ("answer_column",), _given_answers, "given answers: rollout.off_policy above 0"),
     _Rule("loss", ("lam",), lambda r: r.loss.advantage == "gae", "loss.advantage = 'gae'"),
     _Rule(
         "loss.correction",

@@ -6,10 +6,58 @@ from understudy.config.tables import RecipeTables
 
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 """Kinds of `loss.advantage` that compare the rows of one prompt."""
+_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture")
 
 
 def objective_problems(recipe: RecipeTables) -> list[str]:
-    return [*_roles(recipe), *_correction(recipe), *_filters(recipe), *_optimizer(recipe)]
+    return [
+        *_roles(recipe),
+        *_correction(recipe),
+        *_filters(recipe),
+        *_optimizer(recipe),
+        *_given_answers(recipe),
+    ]
+
+
+def _given_answers(recipe: RecipeTables) -> list[str]:
+    """What cannot be learnt from answers that the student did not draw."""
+    rollout, loss = recipe.rollout, recipe.loss
+    if rollout.off_policy == 0:
+        return []
+    share, problems = f"rollout.off_policy = {rollout.off_policy:g}", []
+    estimated = loss.distill_coef > 0 and loss.kind not in _DIVERGENCES
+    if loss.sft_coef == 0 and (estimated or loss.distill_coef == 0):
+        why = (
+            f"loss.kind = {loss.kind!r} is right for tokens that the student drew only"
+            if estimated
+            else "policy gradients are for drawn tokens only"
+        )
+        problems.append(
+            f"{share} would learn nothing from given answers: {why}; set loss.sft_coef above 0, or use a divergence, such as "
+            "'forward_kl' or 'jsd'"
+        )
+    if rollout.off_policy == 1 and (estimated or loss.task_coef > 0):
+        term = f"loss.kind = {loss.kind!r}" if estimated else "loss.task_coef > 0"
+        problems.append(f"{share} with {term}: the student would draw no row for it; lower off_policy")
+    if loss.signal == "at_ids":
+        problems.append(
+            f"{share} with loss.signal = 'at_ids': the engine names the student's candidates while it writes, and given answers "
+            "have none; use 'topk' or 'hidden'"
+        )
+    if loss.advantage == "gae" and loss.task_coef > 0:
+        problems.append(
+            f"{share} with loss.advantage = 'gae': the critic would learn values of answers that are not the student's; use another "
+            "advantage, or off_policy = 0"
+        )
+    if rollout.agent != "single_turn":
+        problems.append(
+            f"{share} with rollout.agent = {rollout.agent!r}: a given answer is one turn; use 'single_turn', or off_policy = 0"
+        )
+    if rollout.filter_groups:
+        problems.append(
+            f"{share} with rollout.filter_groups: rewards of given answers say nothing about the student; use one of them"
+        )
+    return problems
 
 
 def _optimizer(recipe: RecipeTables) -> list[str]:

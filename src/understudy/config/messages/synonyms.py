@@ -26,7 +26,11 @@ _RESUME = "a run is continued by `understudy resume RUN`"
 _SHARDING = "the student is sharded by FSDP2 over `trainer.ranks` processes; there are no other strategies"
 _FIXED_ADAM = "AdamW's betas (0.9, 0.999) and epsilon (1e-8) are fixed"
 _ONE_TABLE = "each teacher is a table: `teachers.NAME.model`"
-_ON_POLICY = "every rollout is the student's own; there is no share of other data"
+_ON_POLICY = "`rollout.off_policy` (1 − λ) takes a share of answers from the data, `loss.sft_coef` adds cross-entropy on them"
+_TEACHERS_ANSWERS = (
+    "teachers score and never generate: `understudy eval TEACHER --answers FILE` writes a teacher's answers once, and "
+    "`rollout.off_policy` with `rollout.answer_column` = 'written' learns from them"
+)
 _EVAL_FIRST = (
     "with `data.eval` and `data.reward` a run evaluates before the first step and after the last one always"
 )
@@ -192,7 +196,8 @@ _CALLED: dict[str, str] = {
     "loss.per_token_clamp": "jsd_token_clip",
     "loss.loss_max_clamp": "loss_max_clamp",
     "loss.log_prob_min_clamp": "log_prob_min_clamp",
-    _ON_POLICY: "lmbda seq_kd sft_alpha",
+    _ON_POLICY: "lmbda sft_alpha",
+    _TEACHERS_ANSWERS: "seq_kd off_policy_from",
     "loss.reduction": "loss_agg_mode",
     "loss.advantage": "adv_estimator advantage_estimator",
     "loss.lam": "lambd",

@@ -15,7 +15,7 @@ from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import BatchRef, RemoteBatch, RowSource
 from understudy.types.jagged import Jagged
 
-_PLAIN = ("keys", "rewards", "stop_reasons", "teachers", "media")
+_PLAIN = ("keys", "rewards", "stop_reasons", "teachers", "media", "origins")
 _OTHERS = ("weights", "old_logprobs")
 """Columns of an update beside its batch."""
 
@@ -100,6 +100,7 @@ def name_columns(
         "token_lengths": list(batch.token_lengths),
         "loss_lengths": list(batch.loss_lengths),
         "teachers": list(batch.teachers),
+        "origins": list(batch.origins),
     }
     tensors: dict[str, torch.Tensor] = {}
     for name, column in {**batch.made, **others}.items():
@@ -127,6 +128,7 @@ def batch_by_names(
         tuple(head["loss_lengths"]),
         source,
         teachers=tuple(head["teachers"]),
+        origins=tuple(head["origins"]),
     )
     return batch, columns
 

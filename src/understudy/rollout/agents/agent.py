@@ -42,6 +42,8 @@ class LoopContext:
     media: list[str] = field(default_factory=list)
     """Hashes of the pictures in the session's tokens, in their order. It starts with those of the prompt; a
     loop that appends an observation with pictures appends their hashes here first."""
+    given: str | None = None
+    """The prompt's column with the answer, if `GivenAnswer` runs in place of the loop."""
     loop_returned: Callable[[int], None] | None = None
     """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by
     loops."""

@@ -29,7 +29,7 @@ from understudy.engines.base import Generation, Sampling
 from understudy.rollout.agents.agent import LostOutput
 from understudy.serving import frames
 from understudy.types.prompt import Prompt
-from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.trajectory import Origin, StopReason, Trajectory
 
 LARGEST_MESSAGE = 1 << 30
 _LARGEST_HELLO = 4096
@@ -69,6 +69,8 @@ class Begin(msgspec.Struct, tag=True):
     max_generated: int | None = None
     ticket: int | None = None
     """Set if the worker keeps the trajectories itself: the segment it writes them to."""
+    given: str | None = None
+    """The prompt's column with the answer, instead of an agent loop."""
 
 
 class WorkRequest(msgspec.Struct, tag=True):
@@ -202,5 +204,9 @@ def unpack_output(key: str, told: bytes, lost: str) -> Trajectory | LostOutput:
         return LostOutput(key, f"row {key}: {why}; use plain texts, numbers, lists and tables")
     found = _trajectories.decode(bytearray(told))
     media = found["media"]
-    own = {"stop_reason": StopReason(found["stop_reason"]), "media": None if media is None else tuple(media)}
+    own = {
+        "stop_reason": StopReason(found["stop_reason"]),
+        "media": None if media is None else tuple(media),
+        "origin": Origin(found["origin"]),
+    }
     return Trajectory(**{**found, **own})

@@ -30,6 +30,7 @@ from understudy.media.store import MediaStore
 from understudy.observability.faults import point
 from understudy.observability.forks import only_here
 from understudy.rollout.agents.agent import LoopContext, checked_outputs
+from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.workers import messages as wire
@@ -165,8 +166,10 @@ class Worker:
             begin.context,
             begin.max_generated,
             usable_hashes(prompt.messages),
+            given=begin.given,
         )
-        trajectories = checked_outputs(await self._loops.of(prompt).run(prompt, context), context)
+        loop = GivenAnswer() if context.given else self._loops.of(prompt)
+        trajectories = checked_outputs(await loop.run(prompt, context), context)
         if begin.ticket is None or self._handler is None:
             return wire.Done(session_id, [wire.pack_output(one) for one in trajectories])
         self.say(wire.LoopReturned(session_id, len(trajectories)))

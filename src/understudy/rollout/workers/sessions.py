@@ -145,6 +145,7 @@ class Channel:
             context.context,
             context.max_generated,
             ticket,
+            context.given,
         )
         try:
             return await self._answer(session_id, begin)

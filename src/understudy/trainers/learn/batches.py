@@ -38,10 +38,12 @@ class LocalBatches:
     """The columns that a row must have to be trained on."""
     hidden_dtype: torch.dtype = torch.bfloat16
     """The precision of the teacher's head, for its hidden states."""
+    given: bool = False
+    """Whether rows may be given answers."""
 
     async def of(self, lease: Lease) -> tuple[BatchRef, dict[str, float]]:
         columns = await self.plane.get(lease.meta, self.fields)
-        return assemble(lease.meta.keys, columns, self.hidden_dtype), rollout_metrics(columns)
+        return assemble(lease.meta.keys, columns, self.hidden_dtype), rollout_metrics(columns, self.given)
 
     def metrics(self) -> dict[str, float]:
         return {}

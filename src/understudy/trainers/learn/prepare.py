@@ -38,7 +38,7 @@ from understudy.planning.resolved import LearnSettings
 from understudy.trainers.learn.minibatches import split_rows
 from understudy.trainers.learn.out_of_memory import within_memory
 from understudy.trainers.system import Learner
-from understudy.types.batch_ref import BatchRef
+from understudy.types.batch_ref import BatchRef, student_rows
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import StopReason
 
@@ -62,22 +62,43 @@ def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
 
 
 def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
-    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch."""
-    lengths = old.lengths.tolist()
-    behaviour_N = behaviour_of(batch)
-    metrics = mismatch_metrics(old.values, behaviour_N, lengths)
+    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
+    answers have no behaviour policy: their weights are 1 and no loss reads them."""
+    drawn = Drawn(batch)
+    old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
+    metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
     settings = correction_settings(loss)
     if not settings.active:
         return batch, metrics
-    weights_N = importance_weights(old.values, behaviour_N, lengths, settings)
-    metrics |= correction_metrics(weights_N, old.values, behaviour_N, lengths, settings)
-    return batch.with_columns(importance=Jagged(weights_N, old.offsets)), metrics
+    weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
+    metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
+    return batch.with_columns(importance=drawn.spread(weights_N, elsewhere=1.0)), metrics
 
 
 def behaviour_of(batch: BatchRef) -> torch.Tensor:
-    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated."""
+    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated; NaN in given answers."""
     here = batch.streams()
     return here.behaviour_logprobs.values[here.loss_mask.values]
+
+
+class Drawn:
+    """The rows of a batch that the student wrote, and their loss-bearing tokens."""
+
+    def __init__(self, batch: BatchRef) -> None:
+        self.rows = student_rows(batch)
+        self.lengths = [batch.loss_lengths[row] for row in self.rows]
+        lengths = torch.tensor(batch.loss_lengths, dtype=torch.int64)
+        self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        drawn_B = torch.zeros(len(batch), dtype=torch.bool)
+        drawn_B[self.rows] = True
+        self.tokens = drawn_B.repeat_interleave(lengths)
+        """bool [N]: among the loss-bearing tokens of the whole batch."""
+
+    def spread(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
+        """Values of these rows' tokens as a column of the whole batch."""
+        whole_N = values.new_full((len(self.tokens),), elsewhere)
+        whole_N[self.tokens] = values
+        return Jagged(whole_N, self._offsets)
 
 
 TOLD_AFTER = 3
@@ -169,32 +190,33 @@ def with_advantages(
     lam: float = 1.0,
 ) -> BatchRef:
     """Task rewards as one advantage per loss-bearing token. Group-based kinds are normalised within each
-    prompt's group.
+    prompt's group. Given answers belong to no group and have advantage 0.
 
     `penalty_N` (KL to a reference) is subtracted from the reward of each token. `gae` also sets `returns`.
     """
-    rewards_B = torch.tensor(batch.rewards)
-    lengths_B = batch.loss_lengths
-    offsets = torch.tensor([0, *lengths_B], dtype=torch.int64).cumsum(0)
+    drawn = Drawn(batch)
+    if not drawn.rows:
+        return batch.with_columns(advantages=drawn.spread(torch.empty(0)))
+    rewards_B = torch.tensor([batch.rewards[row] for row in drawn.rows])
+    lengths_B = drawn.lengths
+    penalty_N = None if penalty_N is None else penalty_N[drawn.tokens]
     if kind in SEQUENCE_ADVANTAGES:
         if penalty_N is not None:
-            rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(list(lengths_B))])
-        groups_B = [split_key(key)[0] for key in batch.keys]
+            rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(lengths_B)])
+        groups_B = [split_key(batch.keys[row])[0] for row in drawn.rows]
         advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
-        return batch.with_columns(advantages=Jagged(advantages_N, offsets))
+        return batch.with_columns(advantages=drawn.spread(advantages_N))
     if not bool(torch.isfinite(rewards_B).all()):
         raise LossInputError("a row has no finite reward; a failed reward must be dropped, not averaged.")
     rewards_N = reward_at_end(rewards_B, lengths_B)
     if penalty_N is not None:
         rewards_N = rewards_N - penalty_N
     if kind == "reinforce++":
-        return batch.with_columns(
-            advantages=Jagged(reinforce_plus_plus(rewards_N, lengths_B, gamma), offsets)
-        )
+        return batch.with_columns(advantages=drawn.spread(reinforce_plus_plus(rewards_N, lengths_B, gamma)))
     if batch.values is None:
         raise LossInputError("advantage = 'gae' needs the critic's values, which are missing.")
-    advantages_N, returns_N = gae(rewards_N, batch.values.values, lengths_B, gamma, lam)
-    return batch.with_columns(advantages=Jagged(advantages_N, offsets), returns=Jagged(returns_N, offsets))
+    advantages_N, returns_N = gae(rewards_N, batch.values.values[drawn.tokens], lengths_B, gamma, lam)
+    return batch.with_columns(advantages=drawn.spread(advantages_N), returns=drawn.spread(returns_N))
 
 
 def penalised(batch: BatchRef, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
@@ -227,23 +249,26 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
         return None
     own_N = behaviour_of(ready.batch) if ready.old_logprobs is None else ready.old_logprobs.values
     estimate_N = estimate(kind.removesuffix("+"), own_N, known.values)
-    ready.metrics["actor/reward_kl_penalty"] = float(estimate_N.mean())
+    drawn_N = Drawn(ready.batch).tokens
+    ready.metrics["actor/reward_kl_penalty"] = float(estimate_N[drawn_N].mean()) if drawn_N.any() else 0.0
     ready.metrics["actor/reward_kl_penalty_coeff"] = coef
     return coef * estimate_N
 
 
 def _reward_metrics(ready: Prepared, penalty_N: torch.Tensor | None) -> None:
     """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per
-    token."""
-    batch = ready.batch
+    token; of the rows that the student wrote."""
+    batch, drawn = ready.batch, Drawn(ready.batch)
+    if not drawn.rows:
+        return
     assert batch.advantages is not None
-    rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+    rewards = torch.tensor([batch.rewards[row] for row in drawn.rows], dtype=torch.float64)
     if penalty_N is not None:
-        rewards = rewards - torch.stack(
-            [part.sum() for part in penalty_N.double().split(batch.advantages.lengths.tolist())]
-        )
+        parts = penalty_N[drawn.tokens].double().split(drawn.lengths)
+        rewards = rewards - torch.stack([part.sum() for part in parts])
     ready.metrics["critic/rewards/mean"] = float(rewards.mean())
-    if len(batch.advantages.values):
-        ready.metrics["critic/advantages/mean"] = float(batch.advantages.values.double().mean())
-        ready.metrics["critic/advantages/max"] = float(batch.advantages.values.max())
-        ready.metrics["critic/advantages/min"] = float(batch.advantages.values.min())
+    advantages = batch.advantages.values[drawn.tokens]
+    if len(advantages):
+        ready.metrics["critic/advantages/mean"] = float(advantages.double().mean())
+        ready.metrics["critic/advantages/max"] = float(advantages.max())
+        ready.metrics["critic/advantages/min"] = float(advantages.min())

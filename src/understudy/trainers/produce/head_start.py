@@ -90,4 +90,5 @@ def _streams(rows: Sequence[Trajectory]) -> Batch:
         loss_mask=column([row.loss_mask for row in rows], torch.bool),
         behaviour_logprobs=column([row.behaviour_logprobs for row in rows], torch.float32),
         stop_reasons=tuple(str(row.stop_reason) for row in rows),
+        origins=tuple(str(row.origin) for row in rows),
     )

@@ -21,16 +21,17 @@ from understudy.engines.base import Sampling
 from understudy.errors import DataError
 from understudy.observability.spans import Spans
 from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, checked_outputs
+from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
 from understudy.trainers.produce.row_journal import RowJournal, Written
-from understudy.trainers.row_columns import CANDIDATES, MEDIA, PARTITION, rollout_columns, storable
+from understudy.trainers.row_columns import CANDIDATES, MEDIA, ORIGIN, PARTITION, rollout_columns, storable
 from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt
 from understudy.types.references import RowRef
-from understudy.types.trajectory import FEEDBACK, StopReason, Trajectory
+from understudy.types.trajectory import FEEDBACK, Origin, StopReason, Trajectory
 
 TagsOf = Callable[[float | None, str], Mapping[str, Any]]
 """(reward, why it failed or "") → the tags of an output."""
@@ -111,7 +112,7 @@ class LocalRollouts:
         try:
             async with clock:
                 with self.spans.span("rollout", key=session.key):
-                    loop = self.loops.of(session.prompt)
+                    loop = GivenAnswer() if context.given else self.loops.of(session.prompt)
                     outputs = checked_outputs(await loop.run(session.prompt, context), context)
                 due = clock.when()
         except Exception as error:
@@ -164,13 +165,24 @@ class LocalRollouts:
         own = (CANDIDATES,) if self.sampling.candidates else ()
         shown = (MEDIA,) if self.pictures else ()
         told = ("reward", FEEDBACK) if self.with_feedback else ()
-        names = (*streams, *own, *shown, *told, "stop_reason")
+        names = (*streams, *own, *shown, *told, "stop_reason", ORIGIN)
         columns = await self.plane.get(BatchMeta(PARTITION, (key,)), names)
         tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
         candidates = np.asarray(columns[CANDIDATES][0]) if own else None
         reason = StopReason(str(columns["stop_reason"][0]))
         media = tuple(columns[MEDIA][0]) if shown else None
-        row = Trajectory(key, tokens, mask, logprobs, versions, reason, candidate_ids=candidates, media=media)
+        origin = Origin(str(columns[ORIGIN][0]))
+        row = Trajectory(
+            key,
+            tokens,
+            mask,
+            logprobs,
+            versions,
+            reason,
+            candidate_ids=candidates,
+            media=media,
+            origin=origin,
+        )
         if not told:
             return row
         reward: Any = columns["reward"][0]

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.given import takes_given_answer
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.call_batching import Gather
 from understudy.trainers.produce.failures import PausedClock
@@ -33,9 +35,12 @@ async def roll_out(
     producer: Producer, prompt: Prompt, session: int, gather: Gather, tags_of: TagsOf, journal: RowJournal
 ) -> RolledOut:
     """Runs one session and puts its outputs into the ledger; raises if the agent loop fails."""
-    limit = producer.settings.rollout.deadline_seconds
+    rollout = producer.settings.rollout
+    limit = rollout.deadline_seconds
     clock = asyncio.timeout(limit)
     context = loop_context(producer, prompt, session, gather, clock)
+    if takes_given_answer(producer.settings.seed, prompt, session, rollout.off_policy):
+        context = replace(context, given=rollout.answer_column)
     key = row_key(prompt.key, session)
     async with producer.publish_gate.enter() if producer.publish_gate else nullcontext():
         return await producer.rollouts.run(Session(key, prompt, context, clock, limit, tags_of, journal))

@@ -20,7 +20,7 @@ import torch
 from understudy.dataplane.base import DataPlane, Lease
 from understudy.errors import DataPlaneError, RowsUnreachable
 from understudy.trainers.learn.batches import LocalBatches
-from understudy.trainers.row_columns import SCORED, SIZES, assemble, rewards_of, rollout_metrics
+from understudy.trainers.row_columns import ORIGIN, SCORED, SIZES, assemble, rewards_of, rollout_metrics
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import BatchRef, RemoteBatch
 
@@ -144,8 +144,9 @@ class RemoteBatches:
             rewards=rewards_of(found),
             stop_reasons=tuple(found["stop_reason"]),
             teachers=tuple(found.get(SCORED, ())),
+            origins=tuple(found[ORIGIN]),
         )
-        return batch, rollout_metrics(found)
+        return batch, rollout_metrics(found, self.local.given)
 
     def metrics(self) -> dict[str, float]:
         return {"perf/ranks/bytes_fetched": float(self.rows.bytes_got)}

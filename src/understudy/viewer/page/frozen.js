@@ -1,7 +1,7 @@
 // The answers of a report: the same questions as the server's, from the data in the page.
 
 const PAGE = 50;
-const WORDS = ["kind", "source", "teacher", "stop_reason"];
+const WORDS = ["kind", "source", "teacher", "stop_reason", "origin"];
 const RANGES = ["step", "reward", "kl"];
 
 function selected(rows, asked) {

@@ -7,7 +7,7 @@ const COLUMNS = [
   ["kl", "mean KL"], ["stop_reason", "stop"], ["turns", "turns"], ["newest", "weights"], ["age", "age"], ["kind", "from"],
 ];
 const SORTED = ["step", "reward", "advantage", "tokens", "kl", "turns", "newest", "age"];
-const WORDS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"]];
+const WORDS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"], ["origin", "written by"]];
 const PAGE = 50;
 const LISTED = 2;  // pictures of a row in the table
 

@@ -211,6 +211,7 @@ def test_a_batch_travels_unchanged() -> None:
         batch,
         rewards=tuple([float("nan")] + [0.5] * (len(batch) - 1)),
         teachers=("t",) * len(batch),
+        origins=("data",) + ("student",) * (len(batch) - 1),
         teacher_ids=Jagged(torch.arange(total * 3).view(total, 3), column.offsets),
         teacher_hidden=Jagged(torch.randn(total, 4).to(torch.bfloat16), column.offsets),
     )
@@ -220,7 +221,7 @@ def test_a_batch_travels_unchanged() -> None:
     assert (
         again.keys == rich.keys and again.teachers == rich.teachers and again.rewards[1:] == rich.rewards[1:]
     )
-    assert again.rewards[0] != again.rewards[0]
+    assert again.rewards[0] != again.rewards[0] and again.origins == rich.origins
     assert again.teacher_logprobs is None
     for name in ("tokens", "loss_mask", "teacher_ids", "teacher_hidden"):
         sent, got = getattr(rich, name), getattr(again, name)

@@ -15,8 +15,11 @@ def test_marks_reach_ranks_and_columns_written_together_share_theirs() -> None:
     rows = tuple(f"{number:05d}-0000017_3_0" for number in range(64))
     made, scored = (tuple(f"{life}.{number}" for number in range(64)) for life in ("5f0c2a", "77aa01"))
     marks = {"tokens": made, "loss_mask": made, "teacher_ids": scored}
-    batch = RemoteBatch(BatchMeta("train", rows, FIELDS, marks=marks), (9,) * 64, (4,) * 64, source)
+    origins = ("student", "data") * 32
+    batch = RemoteBatch(
+        BatchMeta("train", rows, FIELDS, marks=marks), (9,) * 64, (4,) * 64, source, origins=origins
+    )
     head, tensors = unpack(pack(*name_columns(batch, batch.meta)))
     told, _ = batch_by_names(head, tensors, source)
-    assert told.meta == batch.meta
-    assert len(json.dumps(head)) < 80 * 64
+    assert told.meta == batch.meta and told.origins == origins
+    assert len(json.dumps(head)) < 90 * 64

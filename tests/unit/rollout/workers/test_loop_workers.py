@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from recording_engine import CONTEXT, RecordingEngine
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import ClusterError, DataError, EngineError
 from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
@@ -25,7 +27,7 @@ from understudy.rollout.workers import pool as workers_module
 from understudy.rollout.workers.connections import PipeWorker
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.types.prompt import Prompt
-from understudy.types.trajectory import Trajectory
+from understudy.types.trajectory import Origin, Trajectory
 
 TOKENIZER = chat_tokenizer("chatml")
 
@@ -132,6 +134,19 @@ def test_rows_are_the_same_with_and_without_workers(with_two: Shared) -> None:
         assert timings.take() == {}
 
     with_two(use)
+
+
+def test_a_worker_gives_the_answer_of_the_data_and_says_so(with_one: Shared) -> None:
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        (prompt,) = prompts(1, answer="5 6")
+        given = replace(context(prompt), given="answer")
+        (remote,) = await workers.of(prompt).run(prompt, given)
+        (local,) = await GivenAnswer().run(prompt, given)
+        assert same(remote, local) and remote.origin is local.origin is Origin.DATA
+        (own,) = await workers.of(prompt).run(prompt, context(prompt))
+        assert own.origin is Origin.STUDENT
+
+    with_one(use)
 
 
 class Gated:

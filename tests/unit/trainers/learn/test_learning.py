@@ -113,6 +113,81 @@ def test_one_update_is_the_policy_s_own() -> None:
         assert torch.equal(mine, theirs)
 
 
+def with_given(batch: Batch, given: set[int]) -> Batch:
+    """These rows as answers of the data: without logprobs, and with rewards that no student has."""
+    origins = tuple("data" if row in given else "student" for row in range(len(batch)))
+    logprobs = [
+        torch.full_like(values, float("nan")) if row in given else values
+        for row, values in enumerate(batch.behaviour_logprobs)
+    ]
+    rewards = tuple(100.0 if row in given else reward for row, reward in enumerate(batch.rewards))
+    return replace(batch, origins=origins, rewards=rewards, behaviour_logprobs=Jagged.from_rows(logprobs))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
+def test_given_answers_have_no_ratio_group_or_policy_gradient(kind: str) -> None:
+    """Two updates with a correction. One group lacks a row, one has a single row left, one is given as a whole."""
+    given = {0, 4, 5, 6, 7, 8}
+    recipe = recipe_of(
+        rollout={"n": 3, "off_policy": 0.3},
+        trainer={"epochs": 2, "mini_batch_size": 7},
+        loss={"advantage": kind, "sft_coef": 0.5, "correction": {"weigh": "token", "cap": 1.5}},
+    )
+    batch, learner, student = with_given(batch_of(sessions=3), given), learner_of(recipe), model()
+    drawn = [row for row in range(len(batch)) if row not in given]
+    with torch.no_grad():
+        old = [plain_logprobs(student, batch, row) for row in range(len(batch))]
+    advantages = torch.zeros(len(batch))
+    for row in drawn:
+        group = [batch.rewards[other] for other in drawn if other // 3 == row // 3]
+        if kind == "grpo" and len(group) > 1:
+            advantages[row] = (batch.rewards[row] - mean(group)) / (stdev(group) + 1e-6)
+    if kind == "reinforce++":  # a token's return is its row's reward, whitened over the drawn tokens
+        returns = torch.cat([torch.full((len(old[row]),), batch.rewards[row]) for row in drawn])
+        spread = (returns.var() + 1e-8).rsqrt()
+        advantages[drawn] = (torch.tensor([batch.rewards[row] for row in drawn]) - returns.mean()) * spread
+    optimizer, losses = adamw(student), []
+    for _ in range(2):
+        terms = []
+        for row in range(len(batch)):
+            logp = plain_logprobs(student, batch, row)
+            if row in given:
+                terms.append(-0.5 * logp)
+                continue
+            behaviour = batch.behaviour_logprobs[row][batch.loss_mask[row]]
+            weight = (old[row] - behaviour).exp().clamp(max=1.5)
+            ratio = (logp - old[row]).exp()
+            terms.append(weight * clipped(ratio, advantages[row].expand_as(ratio)))
+        loss = torch.cat(terms).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    result = learn(learner, batch)
+    assert result.loss == pytest.approx(mean(losses), abs=1e-5)
+    assert_same_weights(learner.policy.model, student)
+    metrics = step_metrics(result, batch)
+    assert metrics["critic/rewards/mean"] == pytest.approx(mean(batch.rewards[row] for row in drawn))
+    gaps = [
+        abs(float(o - b))
+        for row in drawn
+        for o, b in zip(old[row], batch.behaviour_logprobs[row][batch.loss_mask[row]], strict=True)
+    ]
+    assert metrics["rollout_corr/abs_diff_mean"] == pytest.approx(mean(gaps), rel=1e-4)
+
+
+def test_a_step_of_given_answers_alone_is_plain_cross_entropy() -> None:
+    recipe = recipe_of(rollout={"off_policy": 0.9}, loss={"sft_coef": 1.0, "correction": {"measure": True}})
+    batch = with_given(batch_of(prompts=2), {0, 1, 2, 3})
+    learner, student = learner_of(recipe), model()
+    loss = torch.cat([-plain_logprobs(student, batch, row) for row in range(4)]).mean()
+    found = step_metrics(learn(learner, batch), batch)
+    assert found["actor/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert found["actor/sft_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert found["actor/pg_loss"] == 0 and "actor/ppo_kl" not in found and "rollout_corr/kl" not in found
+
+
 def test_correction_weighs_by_old_over_behaviour() -> None:
     recipe = recipe_of(loss={"correction": {"weigh": "token", "cap": 1.5, "drop": "geometric", "low": 0.3}})
     batch, learner, student = batch_of(), learner_of(recipe), model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from understudy.errors import RowsUnreachable
 from understudy.trainers.learn.update import learn
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import STREAMS, RemoteBatch
+from understudy.types.jagged import Jagged
 
 
 class Rows:
@@ -41,8 +43,11 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "correction": {"loss": {"correction": {"measure": True}}},
     "reference": {"loss": {"kl_coef": 0.1, "kl_in": "reward"}},
     "critic": {"loss": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
-}
-OWN_MODEL = {"correction", "reference", "critic", "mini-batches"}
+    "given answers": {
+        "rollout": {"off_policy": 0.2}, "loss": {"sft_coef": 0.5, "correction": {"measure": True}}
+    },
+}  # fmt: skip
+OWN_MODEL = {"correction", "reference", "critic", "mini-batches", "given answers"}
 """Those for which the trainer's process looks at the rows' tokens itself."""
 
 
@@ -54,12 +59,26 @@ def remote(batch: Batch, source: Rows) -> RemoteBatch:
         source,
         rewards=batch.rewards,
         stop_reasons=batch.stop_reasons,
+        origins=batch.origins,
     )
+
+
+def with_given(batch: Batch) -> Batch:
+    """Every third row as an answer of the data."""
+    given = [row % 3 == 0 for row in range(len(batch))]
+    logprobs = [
+        torch.full_like(one, float("nan")) if given[row] else one
+        for row, one in enumerate(batch.behaviour_logprobs)
+    ]
+    origins = tuple("data" if one else "student" for one in given)
+    return replace(batch, origins=origins, behaviour_logprobs=Jagged.from_rows(logprobs))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_by_name_is_the_step_itself(name: str) -> None:
     recipe, batch = recipe_of(**RECIPES[name]), batch_of()
+    if name == "given answers":
+        batch = with_given(batch)
     source, local_system, remote_system = Rows(batch), learner_of(recipe), learner_of(recipe)
     local, found = learn(local_system, batch), learn(remote_system, remote(batch, source))
     assert (found.loss, found.grad_norm, found.row_losses) == (local.loss, local.grad_norm, local.row_losses)

@@ -1,0 +1,84 @@
+"""Given answers: their ids, how they end, what is refused, and which sessions take them."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizers import chat_tokenizer
+
+from understudy.engines.base import Sampling
+from understudy.errors import DataError
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.given import GivenAnswer, takes_given_answer
+from understudy.rollout.render import Renderer
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Origin, StopReason, Trajectory
+
+TOKENIZER = chat_tokenizer("chatml")
+END = TOKENIZER.eos_token_id
+
+
+def given(
+    columns: dict[str, Any], most: int = 32, context: int = 64, stops: tuple[int, ...] = (END,)
+) -> Trajectory:
+    async def generate(*_: Any) -> Any:
+        raise AssertionError("no engine writes a given answer")
+
+    renderer = Renderer(TOKENIZER, context=context)
+    loop = LoopContext(generate, renderer, Sampling(most, stops), "00000-0000003", 2, context, given="answer")
+    prompt = Prompt("00000-0000003", 3, 0, "add", text="3 + 4 =", columns=columns)
+    (found,) = asyncio.run(GivenAnswer().run(prompt, loop))
+    return found
+
+
+def test_the_row_is_the_prompt_the_answer_and_the_end_of_the_turn() -> None:
+    found = given({"answer": "seven"})
+    prompt = TOKENIZER.encode("3 + 4 =", add_special_tokens=False)
+    answer = [*TOKENIZER.encode("seven", add_special_tokens=False), END]
+    assert found.tokens[found.loss_mask].tolist() == answer
+    assert found.tokens[~found.loss_mask].tolist()[-len(prompt) :] == prompt
+    assert found.key == "00000-0000003_2_0" and found.origin is Origin.DATA
+    assert found.stop_reason is StopReason.EOS
+    assert np.isnan(found.behaviour_logprobs).all() and set(found.weight_versions.tolist()) == {-1}
+
+
+def test_an_answer_is_cut_at_the_limit_and_at_the_context() -> None:
+    whole = given({"answer": "one two three four five six seven"}, most=64)
+    cut = given({"answer": "one two three four five six seven"}, most=3)
+    assert cut.loss_length == 3 and cut.stop_reason is StopReason.LENGTH
+    assert cut.tokens.tolist() == whole.tokens[: cut.length].tolist()
+    full = given({"answer": "one two three four five six seven"}, most=64, context=whole.length - 2)
+    assert full.length == whole.length - 2 and full.stop_reason is StopReason.LENGTH
+
+
+def test_the_turn_ends_as_the_student_ends_it() -> None:
+    assert given({"answer": "7"}, stops=(5, 6)).tokens[-1] == 5
+    assert given({"answer": "7"}, stops=(5, END)).tokens[-1] == END
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({}, "is missing or empty"),
+        ({"answer": ""}, "is missing or empty"),
+        ({"answer": 7}, "is a int; expected text"),
+    ],
+)
+def test_a_row_without_an_answer_fails_alone(columns: dict[str, Any], words: str) -> None:
+    with pytest.raises(
+        DataError, match=f"00000-0000003: rollout.off_policy .* column 'answer', which {words}"
+    ):
+        given(columns)
+
+
+def test_which_sessions_take_it_depends_on_seed_prompt_and_session_alone() -> None:
+    def drawn(seed: int, share: float) -> list[bool]:
+        prompts = [Prompt(f"{i % 3:05d}-{i:07d}", i, i % 3, "add", text="x") for i in range(2000)]
+        return [takes_given_answer(seed, one, session, share) for one in prompts for session in range(2)]
+
+    assert drawn(0, 0.2) == drawn(0, 0.2) != drawn(1, 0.2)
+    assert np.mean(drawn(0, 0.2)) == pytest.approx(0.2, abs=0.02)
+    assert not any(drawn(0, 0.0)) and all(drawn(0, 1.0))
+    few, many = drawn(0, 0.2), drawn(0, 0.5)
+    assert all(more for less, more in zip(few, many, strict=True) if less), "a larger share only adds rows"
