@@ -20,6 +20,7 @@ from torch import nn
 
 from understudy.errors import DataError
 from understudy.media.processor import QWEN, PictureReader, vision_family
+from understudy.nn.vision_features import VisionFeatures, feature_arguments
 
 
 def is_vision(model: Any) -> bool:
@@ -36,19 +37,26 @@ def language_part(model: Any) -> nn.Module:
 
 def freeze_vision(model: Any) -> None:
     """Leaves only the language part and the head to be trained."""
-    kept = {id(one) for one in language_part(model).parameters()}
-    kept |= {id(one) for one in model.get_output_embeddings().parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.requires_grad_(False)
+    for parameter in _vision_part(model):
+        parameter.requires_grad_(False)
+
+
+def is_vision_frozen(model: Any) -> bool:
+    return not any(parameter.requires_grad for parameter in _vision_part(model))
+
+
+def _vision_part(model: Any) -> list[nn.Parameter]:
+    others = {id(one) for one in language_part(model).parameters()}
+    others |= {id(one) for one in model.get_output_embeddings().parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionRows:
     """The extra arguments of a forward over padded rows, and each row's `rope_delta`."""
 
-    arguments: dict[str, torch.Tensor]
-    """`pixel_values` and the like; absent without pictures."""
+    arguments: dict[str, Any]
+    """`pixel_values` and the like, or features in their place; absent without pictures."""
     positions: torch.Tensor | None
     """int64 [3, B, T] (Qwen), on the left of the padding; None: the model's own."""
     deltas_B: np.ndarray
@@ -64,39 +72,53 @@ def vision_rows(
     *,
     left: bool = False,
     keys: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
+    features: VisionFeatures | None = None,
 ) -> VisionRows:
     """`rows`: the ids of each row, without padding; `left`: whether the padding is. The pictures of all rows
-    are concatenated in the order of rows, which is the order of their placeholders."""
+    are concatenated in the order of rows, which is the order of their placeholders. `features`: where those of
+    the pictures are kept; None: the forward computes them from pixels."""
     device = next(model.parameters()).device
     qwen = vision_family(model.config) in QWEN
     if any(media) and reader is None:
         raise DataError("rows hold pictures, and this process was started without a store of pictures")
-    made: list[list[dict[str, np.ndarray]]] = [[] for _ in rows]
+    shown: list[tuple[str, ...]] = [()] * len(rows)
     if reader is not None:
-        for i, (ids, names) in enumerate(zip(rows, media, strict=True)):
-            own = reader.within(keys[i] if keys else str(i), ids, names)
-            made[i] = [reader.arrays(name) for name in own]
+        shown = [
+            reader.within(keys[i] if keys else str(i), ids, names)
+            for i, (ids, names) in enumerate(zip(rows, media, strict=True))
+        ]
+    names = [name for own in shown for name in own]
+    arguments: dict[str, Any] = {}
+    grids: dict[str, Any] = {}
+    if names and features is not None:
+        found = {name: features.of(model, name) for name in dict.fromkeys(names)}
+        arguments = feature_arguments([found[name] for name in names], device)
+        grids = {name: one.grid for name, one in found.items()}
+    elif names and reader is not None:
+        arguments = _pixels([reader.arrays(name) for name in names], device, qwen)
+        grids = {name: reader.arrays(name)["image_grid_thw"] for name in names} if qwen else {}
     deltas_B = np.zeros(len(rows), dtype=np.int64)
     positions = None
     if qwen:
         placed = np.zeros((3, len(rows), width), dtype=np.int64)
-        for i, (ids, pictures) in enumerate(zip(rows, made, strict=True)):
-            grids = [picture["image_grid_thw"] for picture in pictures]
-            places, deltas_B[i] = _row_positions(model, ids, grids)
+        for i, (ids, own) in enumerate(zip(rows, shown, strict=True)):
+            places, deltas_B[i] = _row_positions(model, ids, [grids[name] for name in own])
             start = width - len(ids) if left else 0
             placed[:, i, start : start + len(ids)] = places
             if not left:  # the padding's states are never read
                 placed[:, i, len(ids) :] = np.arange(width - len(ids)) + len(ids) + deltas_B[i]
         positions = torch.from_numpy(placed).to(device)
-    pictures = [one for row in made for one in row]
-    arguments: dict[str, torch.Tensor] = {}
-    for name in pictures[0] if pictures else ():
-        joined = torch.from_numpy(np.concatenate([one[name] for one in pictures])).to(device)
-        if not qwen:
-            joined = joined[None]  # tiles of one "batch"; the model flattens them again
-        arguments[name] = joined.to(dtype) if dtype is not None and joined.is_floating_point() else joined
     return VisionRows(arguments, positions, deltas_B)
+
+
+def _pixels(
+    pictures: Sequence[dict[str, np.ndarray]], device: torch.device, qwen: bool
+) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in pictures[0]:
+        joined = torch.from_numpy(np.concatenate([one[name] for one in pictures])).to(device)
+        found[name] = joined if qwen else joined[None]  # tiles of one "batch"; the model flattens them again
+    return found
 
 
 def _row_positions(model: Any, ids: np.ndarray, grids: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:

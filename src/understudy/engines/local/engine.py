@@ -40,6 +40,7 @@ from understudy.errors import EngineError
 from understudy.media.processor import PictureReader
 from understudy.nn.rotary_border import crossing, rotary_border
 from understudy.nn.vision import is_vision
+from understudy.nn.vision_features import features_for
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class HFEngine:
         kept_as: KeptAs = KeptAs.MODEL,
         pictures: PictureReader | None = None,
     ) -> None:
-        self._pictures = pictures
+        self._pictures, self._features = pictures, features_for(model, pictures)
         self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
         self._detokenize = detokenize
         self._version = version
@@ -227,7 +228,12 @@ class HFEngine:
         if self._pool is not None:
             return SlotBatch(self._pool, self._model, writing, pad_id=self._pad_id, device=self._device)
         return PaddedBatch(
-            self._model, writing, pad_id=self._pad_id, device=self._device, pictures=self._pictures
+            self._model,
+            writing,
+            pad_id=self._pad_id,
+            device=self._device,
+            pictures=self._pictures,
+            features=self._features,
         )
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -289,6 +295,8 @@ class HFEngine:
         try:
             await asyncio.to_thread(self._load, tensors)
             self._version = version
+            if self._features is not None:
+                self._features.clear()
             self._scheduler.weights_changed()
         except BaseException as error:
             if self._torn:  # running rows would continue under a mixture of old and new weights

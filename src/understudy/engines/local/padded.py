@@ -23,6 +23,7 @@ from understudy.media.processor import PictureReader
 from understudy.nn.cpu_forward import lean_forward
 from understudy.nn.prefix_tree import prefix_tree
 from understudy.nn.vision import is_vision, vision_rows
+from understudy.nn.vision_features import VisionFeatures
 
 
 class PaddedBatch:
@@ -36,9 +37,10 @@ class PaddedBatch:
         pad_id: int,
         device: torch.device,
         pictures: PictureReader | None = None,
+        features: VisionFeatures | None = None,
     ) -> None:
         self._model, self._device, self.writing = model, device, writing
-        self._pictures = pictures
+        self._pictures, self._features = pictures, features
         self._lay_out()
         most = self._mask_BT.shape[1]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -72,6 +74,7 @@ class PaddedBatch:
             self._width,
             left=True,
             keys=[row.request.key for row in rows],
+            features=self._features,
         )
         for row, delta in zip(rows, made.deltas_B, strict=True):
             row.rope_delta = int(delta)
@@ -107,7 +110,7 @@ class PaddedBatch:
             shown_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
             self._hidden_BT = shown_BT.masked_fill_(~self._mask_BT, -torch.inf)
 
-    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, **pictures: Tensor) -> Tensor:
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, **pictures: Any) -> Tensor:
         output = self._model(
             input_ids=tokens_BT,
             attention_mask=self._mask_BT[:, : self._width],

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
 from understudy.media.processor import PictureReader
-from understudy.nn.vision import is_vision, vision_rows
+from understudy.nn.vision import is_vision, is_vision_frozen, vision_rows
+from understudy.nn.vision_features import VisionFeatures, features_for
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.forward.attention import VARLEN
 from understudy.policy.forward.head import body_of, head_facts, logits_of, output_layer, student_head
@@ -58,6 +59,10 @@ class StudentForward(nn.Module):
         self.temperature = temperature
         self.usable = usable.within(output_layer(model).weight.shape[0]) if usable is not None else None
         self.pictures = pictures
+        self.features: VisionFeatures | None = None
+        """Of a frozen vision tower."""
+        if is_vision(model) and is_vision_frozen(model):
+            self.features = features_for(model, pictures)
 
     def forward(
         self,
@@ -82,12 +87,14 @@ class StudentForward(nn.Module):
         states = body(input_ids=micro.ids, use_cache=False, **more).last_hidden_state
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
 
-    def _vision(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
-        """Pixels and positions of the micro-batch's rows."""
+    def _vision(self, micro: MicroBatch) -> dict[str, Any]:
+        """Pictures and positions of the micro-batch's rows."""
         ids = micro.ids.cpu().numpy()
         rows = [ids[i, :length] for i, length in enumerate(micro.lengths)]
         media = micro.media or ((),) * len(rows)
-        made = vision_rows(self.model, self.pictures, rows, media, ids.shape[1], keys=micro.keys)
+        made = vision_rows(
+            self.model, self.pictures, rows, media, ids.shape[1], keys=micro.keys, features=self.features
+        )
         positions = {} if made.positions is None else {"position_ids": made.positions}
         return {**made.arguments, **positions}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from understudy.nn.cpu_forward import LeanForward, lean_forward
 from understudy.nn.grouped_attention import rounded_lengths, takes_groups
 from understudy.nn.prefix_tree import prefix_tree
 from understudy.nn.vision import is_vision, vision_rows
+from understudy.nn.vision_features import features_for
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel
@@ -80,6 +82,7 @@ class Body:
                     f"{frozen.path} reads pictures and scores padded rows; leave the layout out"
                 )
             self.layout = Layout.PADDED
+        self._features = features_for(frozen.model, frozen.pictures)
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
@@ -168,8 +171,8 @@ class Body:
 
     def _vision(
         self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray, width: int
-    ) -> dict[str, torch.Tensor]:
-        """Pixels and positions of padded rows; nothing for a model that reads text only."""
+    ) -> dict[str, Any]:
+        """Pictures and positions of padded rows; nothing for a model that reads text only."""
         if not is_vision(self.frozen.model):
             return {}
         starts_N = request.starts_N
@@ -180,6 +183,7 @@ class Body:
             [request.media_of(row) for row in rows],
             width,
             keys=[request.keys[row] for row in rows],
+            features=self._features,
         )
         positions = {} if made.positions is None else {"position_ids": made.positions}
         return {**made.arguments, **positions}
@@ -237,6 +241,8 @@ class Body:
     def weights_changed(self) -> None:
         """Drops what was computed from the model's weights."""
         self._lean = None
+        if self._features is not None:
+            self._features.clear()
 
     def compile_layers(self) -> None:
         """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves

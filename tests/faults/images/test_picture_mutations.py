@@ -1,0 +1,91 @@
+"""The tests of sharing can fail: each place that shares forgets the pictures in a copy of the package, and a test with
+equal ids and different pictures must go red."""
+
+from pathlib import Path
+
+import pytest
+from mutations import Mutation, check_goes_red
+
+IMAGES = "unit/images"
+SHARING = f"{IMAGES}/test_sharing.py"
+TEACHER = f"{IMAGES}/test_teacher_pictures.py"
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+MUTATIONS = {
+    "the teacher's cache": Mutation(
+        "teacher/pool/cache.py",
+        "item.signal.value, item.k, item.media)",
+        "item.signal.value, item.k)",
+        f"{TEACHER}::test_the_pool_sends_a_picture_with_its_fixed_tokens",
+    ),
+    "the echo of a request": Mutation(
+        "teacher/protocol.py",
+        '    found.update("".join(media).encode())\n',
+        "",
+        f"{TEACHER}::test_the_cache_and_the_echo_know_the_pictures",
+    ),
+    "generations of a session in flight": Mutation(
+        "rollout/workers/sessions.py",
+        '        digest.update("".join(media).encode())\n',
+        "",
+        f"{SHARING}::test_a_session_that_begins_again_asks_anew_for_other_pictures",
+    ),
+    "shared beginnings in scoring": Mutation(
+        "teacher/scoring/body.py",
+        "        if is_vision(frozen.model):\n            # Packed",
+        "        if False:\n            # Packed",
+        f"{SHARING}::test_rows_of_one_request_are_scored_each_with_its_own_picture",
+        also=("teacher/scoring/body.py", "self.layout = layout\n", "self.layout = Layout.PACKED\n"),
+    ),
+    "packed rows in training": Mutation(
+        "policy/forward/forward.py",
+        "    if is_vision(model):  # packed",
+        "    if False:  # packed",
+        f"{IMAGES}/test_policy_pictures.py::test_another_picture_gives_another_logprob",
+    ),
+    "the prefix tree of the engine": Mutation(
+        "engines/local/padded.py",
+        "            [row.request.media for row in rows],\n",
+        "            [rows[prefix_tree(ids).nodes_BL[:, -1].tolist().index(node)].request.media\n"
+        "             for node in prefix_tree(ids).nodes_BL[:, -1].tolist()],\n",
+        f"{IMAGES}/test_engine_pictures.py::test_another_picture_is_read_anew",
+    ),
+    "features of the vision tower, in training": Mutation(
+        "nn/vision_features.py",
+        "            if (found := self._kept.get(name)) is not None:\n",
+        "            name = next(iter(self._kept), name)\n"
+        "            if (found := self._kept.get(name)) is not None:\n",
+        f"{IMAGES}/test_policy_pictures.py::test_another_picture_gives_another_logprob",
+    ),
+    "features of the vision tower, in scoring": Mutation(
+        "nn/vision_features.py",
+        "            if (found := self._kept.get(name)) is not None:\n",
+        "            name = next(iter(self._kept), name)\n"
+        "            if (found := self._kept.get(name)) is not None:\n",
+        f"{SHARING}::test_rows_of_one_request_are_scored_each_with_its_own_picture",
+    ),
+    "features after new weights": Mutation(
+        "engines/local/engine.py",
+        "                self._features.clear()\n",
+        "                pass\n",
+        f"{IMAGES}/test_vision_features.py::test_sessions_of_a_prompt_share_them_and_new_weights_do_not",
+    ),
+    "arrays of a processor": Mutation(
+        "media/processor.py",
+        "            if (found := self._cache.get(name)) is not None:\n",
+        "            name = next(iter(self._cache), name)\n"
+        "            if (found := self._cache.get(name)) is not None:\n",
+        f"{SHARING}::test_a_processor_keeps_arrays_by_picture",
+    ),
+    "equal prompts on the page": Mutation(
+        "viewer/rows.py",
+        '"".join([str(line.get("prompt", "")), *media_of(line)])',
+        'str(line.get("prompt", ""))',
+        "unit/viewer/test_pictures.py::test_equal_words_with_other_pictures_are_another_prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_place_that_forgets_the_pictures_is_noticed(name: str, tmp_path: Path) -> None:
+    check_goes_red(name, MUTATIONS[name], tmp_path)

@@ -1,0 +1,113 @@
+"""Features of pictures are computed once, equal those of the model, and are not read after the tower changed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_student import cross_entropy, token_mean
+from test_engine_pictures import engine_of, requests_of
+from test_policy_pictures import batch_with_pictures, policy_of
+from test_teacher_pictures import items_of
+from vision_models import FAMILIES, folder_of, picture, reader_of
+
+from understudy.media.store import MediaStore
+from understudy.nn.vision_features import VisionFeatures, features_for
+from understudy.policy.load import load_student
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_reads_each_picture_once_for_all_rows_and_steps(family: str, tmp_path: Path) -> None:
+    folder, store = folder_of(family), MediaStore(tmp_path)
+    batch = batch_with_pictures(folder, store)
+    frozen, learning = (policy_of(folder, store, freeze_vision=one) for one in (True, False))
+    assert learning.forward.features is None
+    features = frozen.forward.features
+    assert features is not None
+    for _ in range(2):
+        ours, theirs = (policy.logprobs(batch, 10_000) for policy in (frozen, learning))
+        for own, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-6)
+        alone = frozen.logprobs(batch, 1)
+        for own, other in zip(ours, alone, strict=True):
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
+    before = features.computed
+    frozen.update(batch, cross_entropy, token_mean(batch))
+    assert before == features.computed == 3, "four rows show three pictures"
+
+
+def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
+    """A resumed run starts with nothing kept."""
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    batch = batch_with_pictures(folder, store)
+    warm, cold = policy_of(folder, store), policy_of(folder, store)
+    warm.logprobs(batch.select([3, 1]), 10_000)
+    for own, other in zip(warm.logprobs(batch, 10_000), cold.logprobs(batch, 10_000), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_only_so_many_bytes_are_kept(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    model, names = (
+        load_student(str(folder)).model,
+        [store.put(picture("red", dot=(i, i))) for i in range(5)],
+    )
+    one = VisionFeatures(reader_of(folder, store)).of(model, names[0])
+    features = VisionFeatures(reader_of(folder, store), most_bytes=2 * one.bytes)
+    for name in names:
+        features.of(model, name)
+    assert features.held_bytes == 2 * one.bytes and features.computed == 5
+    features.of(model, names[4])
+    assert features.computed == 5
+    assert torch.equal(features.of(model, names[0]).pooled, one.pooled) and features.computed == 6
+
+
+def test_a_text_model_has_none(tmp_path: Path) -> None:
+    assert features_for(load_student(str(folder_of("qwen3_vl"))).model, None) is None
+
+
+def test_sessions_of_a_prompt_share_them_and_new_weights_do_not(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    engine, other = engine_of(folder, store), engine_of(folder_of("qwen3_vl", seed=8), store)
+    request = requests_of(folder, store, temperature=1.0)[1]
+    sessions = [replace(request, key=f"session-{i}", seed=i) for i in range(4)]
+
+    async def run() -> tuple[list[np.ndarray], list[np.ndarray]]:
+        await engine.generate(sessions)
+        assert engine._features is not None and engine._features.computed == 2
+        weights = other._model.state_dict()
+        await engine.update_weights(
+            2, ((name, weights[name]) for name in dict(engine._model.named_parameters()))
+        )
+        ours, theirs = [await one.generate(sessions[:1]) for one in (engine, other)]
+        assert engine._features.computed == 4
+        await engine.close()
+        await other.close()
+        return [one.logprobs for one in ours], [one.logprobs for one in theirs]
+
+    ours, theirs = asyncio.run(run())
+    np.testing.assert_array_equal(ours[0], theirs[0])
+
+
+def test_a_teacher_reads_a_picture_once_until_its_weights_change(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
+    scorer = Scorer("t", replace(load_frozen(str(folder)), pictures=reader_of(folder, store)))
+    items = items_of(folder, store)
+    first = scorer.score(request_of([items[0], replace(items[0], key="again")])).split()
+    np.testing.assert_allclose(first[0].sampled_logprobs, first[1].sampled_logprobs, atol=1e-6)
+    features = scorer.body._features
+    assert features is not None and features.computed == 1
+    with torch.no_grad():
+        for name, parameter in scorer.frozen.model.named_parameters():
+            if "visual" in name:
+                parameter.mul_(1.5)
+    scorer.body.weights_changed()
+    second = scorer.score(request_of([items[0]])).split()
+    assert np.abs(first[0].sampled_logprobs - second[0].sampled_logprobs).max() > 1e-4
