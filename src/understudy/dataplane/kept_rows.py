@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
 import json
 import math
 import os
@@ -61,9 +62,9 @@ def place_of(step: int, key: str) -> float:
 
 def choose(step: int, keys: Sequence[str], kls: Sequence[float | None]) -> dict[int, str]:
     """Index → why, for the rows of a step worth keeping: "sample", "worst", or "both"."""
-    sample = sorted(range(len(keys)), key=lambda i: place_of(step, keys[i]))[:A_STEP]
+    sample = heapq.nsmallest(A_STEP, range(len(keys)), key=lambda i: place_of(step, keys[i]))
     known = [i for i, kl in enumerate(kls) if kl is not None and math.isfinite(kl)]
-    worst = sorted(known, key=lambda i: (-(kls[i] or 0.0), keys[i]))[:WORST_A_STEP]
+    worst = heapq.nsmallest(WORST_A_STEP, known, key=lambda i: (-(kls[i] or 0.0), keys[i]))
     both = set(sample) & set(worst)
     return {
         i: "both" if i in both else "sample" if i in sample else "worst" for i in sorted({*sample, *worst})

@@ -80,10 +80,10 @@ class TokenWatch:
         """Key → column → values [P, …], of the rows that were trained on."""
         found: dict[str, dict[str, np.ndarray]] = {}
         for one in self._found:
-            host = {name: column.cpu() for name, column in one.columns.items()}
+            host = {name: column.cpu().numpy() for name, column in one.columns.items()}
             ends = np.cumsum(one.counts)
             for key, count, end in zip(one.keys, one.counts, ends, strict=True):
-                found[key] = {name: column[end - count : end].numpy() for name, column in host.items()}
+                found[key] = {name: column[end - count : end] for name, column in host.items()}
         self._found.clear()
         return found
 

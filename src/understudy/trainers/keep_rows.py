@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from understudy.dataplane.base import Lease, split_key
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper, choose
@@ -122,12 +121,12 @@ def mean_gaps(batch: Batch) -> list[float | None]:
     """The mean of log q(y) − log p(y) of each row, q as sampled; None without scores."""
     if batch.teacher_logprobs is None:
         return [None] * len(batch)
-    own_N = batch.behaviour_logprobs.values[batch.loss_mask.values].double()
-    lengths_B = batch.teacher_logprobs.lengths
-    row_N = torch.repeat_interleave(lengths_B)
-    sums_B = torch.zeros(len(batch), dtype=torch.float64)
-    sums_B.index_add_(0, row_N, own_N - batch.teacher_logprobs.values)
-    return [mean if math.isfinite(mean) else None for mean in (sums_B / lengths_B).tolist()]
+    own_N = batch.behaviour_logprobs.values.numpy()[batch.loss_mask.values.numpy()]
+    gap_N = own_N.astype(np.float64) - batch.teacher_logprobs.values.numpy()
+    lengths_B = batch.teacher_logprobs.lengths.numpy()
+    sums_B = np.bincount(np.repeat(np.arange(len(batch)), lengths_B), gap_N, len(batch))
+    means = (total / length if length else math.nan for total, length in zip(sums_B, lengths_B, strict=True))
+    return [float(mean) if math.isfinite(mean) else None for mean in means]
 
 
 def _write(
@@ -151,8 +150,10 @@ def _write(
     ]
     pieces = [*(one[:first] for one, first in zip(ids, firsts, strict=True)),
               *(one[first:] for one, first in zip(ids, firsts, strict=True))]  # fmt: skip
-    if backend is not None:
-        texts = backend.decode_batch(pieces, skip_special_tokens=False)
+    if (
+        backend is not None
+    ):  # one by one: a batch wakes a thread per core, which costs more than a few short rows
+        texts = [backend.decode(one, skip_special_tokens=False) for one in pieces]
     else:
         texts = [tokenizer.decode(one) for one in pieces]
     entries: list[tuple[Row, Row]] = []
