@@ -33,6 +33,7 @@ from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.head_frame import WireHead
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
@@ -41,7 +42,6 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
-from understudy.teacher.protocol import WireHead
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.call_batching import BatchSplit, CallQueue

@@ -8,14 +8,12 @@ from teacher_rig import random_items
 
 from understudy.errors import TeacherError
 from understudy.teacher import protocol
+from understudy.teacher.head_frame import WireHead, decode_head, encode_head
 from understudy.teacher.protocol import (
     ProtocolError,
     ScoreReply,
-    WireHead,
-    decode_head,
     decode_reply,
     decode_request,
-    encode_head,
     encode_reply,
     encode_request,
     request_of,

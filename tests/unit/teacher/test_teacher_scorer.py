@@ -25,7 +25,8 @@ from transformers import (
 
 from understudy.errors import TeacherError
 from understudy.nn import grouped_attention
-from understudy.teacher.protocol import decode_head, encode_head, request_of
+from understudy.teacher.head_frame import decode_head, encode_head
+from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring import packing
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.head import Head, from_wire, head_of, score_rows, to_wire

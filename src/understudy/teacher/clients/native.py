@@ -16,13 +16,12 @@ from understudy.media.store import MediaStore
 from understudy.serving.client import Reply
 from understudy.teacher.clients.http import Channel, MediaMissing, RequestRefused, ServerFailed
 from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
+from understudy.teacher.head_frame import WireHead, decode_head
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
     ProtocolError,
     ScoreRequest,
-    WireHead,
-    decode_head,
     decode_reply,
     encode_request,
     request_of,

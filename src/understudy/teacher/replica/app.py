@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 
 from understudy.errors import DataError
 from understudy.serving.http import Gate, Handler, Refused, answering, as_json, read_body, unless_gone
+from understudy.teacher.head_frame import encode_head
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
@@ -34,7 +35,6 @@ from understudy.teacher.protocol import (
     ProtocolError,
     ScoreRequest,
     decode_request,
-    encode_head,
     encode_reply,
 )
 from understudy.teacher.replica.follower import REFUSED, Follower

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from understudy.errors import LOST_PEER
-from understudy.teacher.protocol import ScoreRequest, WireHead, decode_request, encode_request
+from understudy.teacher.head_frame import WireHead
+from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
 from understudy.teacher.replica.tensor_parallel import Place, shard_head, shard_layers
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.head import Head, head_of, to_wire

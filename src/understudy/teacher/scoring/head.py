@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from understudy.teacher.protocol import WireHead
+from understudy.teacher.head_frame import WireHead
 from understudy.teacher.scoring.head_kernel import ChunkReader, WholeVocabulary
 from understudy.types.usable_ids import UsableIds
 

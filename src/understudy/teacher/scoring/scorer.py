@@ -20,7 +20,8 @@ import torch
 
 from understudy.errors import TeacherError
 from understudy.nn.grouped_attention import ROUND
-from understudy.teacher.protocol import ScoreReply, ScoreRequest, WireHead, exclusive_cumsum, request_of
+from understudy.teacher.head_frame import WireHead
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.teacher.scoring.body import Body, Layout
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.scoring.model import FrozenModel
