@@ -118,7 +118,7 @@ class Crew:
     """The engine processes, and the methods of sending them weights."""
 
     def __init__(
-        self, count: int, size: int, named: list[tuple[str, torch.Tensor]], meeting: Rendezvous
+        self, count: int, size: int, named: list[tuple[str, torch.Tensor]], rendezvous: Rendezvous
     ) -> None:
         self.named, self.total = named, sum(tensor.nbytes for _, tensor in named)
         context = multiprocessing.get_context("spawn")
@@ -130,10 +130,10 @@ class Crew:
         for pipe in self._pipes:
             pipe.recv()
         self._orders = [
-            GroupOrder(meeting.host, meeting.port, f"n{count}", rank, count + 1, 60.0)
+            GroupOrder(rendezvous.host, rendezvous.port, f"n{count}", rank, count + 1, 60.0)
             for rank in range(count + 1)
         ]
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._group: Any = None
         self._spare: list[torch.Tensor] = []
         self._snapshots = Snapshots(self.total)
@@ -147,7 +147,7 @@ class Crew:
         packed = PackedWeights(self.named, before=self._spare)
         for pipe, order in zip(self._pipes, self._orders[1:], strict=True):
             pipe.send(("broadcast", StreamOrder(order, packed.bucket_bytes, packed.notes)))
-        self._group = self._group or self._meeting.join(self._orders[0])
+        self._group = self._group or self._rendezvous.join(self._orders[0])
         send(self._group, packed)
         self._spare = packed.flats
         self._confirmed()
@@ -172,10 +172,10 @@ class Crew:
 
 def measure(size: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    named, meeting = model(size), Rendezvous("127.0.0.1")
+    named, rendezvous = model(size), Rendezvous("127.0.0.1")
     rows: list[dict[str, Any]] = []
     for count in counts:
-        crew = Crew(count, size, named, meeting)
+        crew = Crew(count, size, named, rendezvous)
         first = seconds(crew.broadcast)
         ways = {"plain": crew.plain, "broadcast": crew.broadcast, "memory": crew.memory}
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -189,7 +189,7 @@ def measure(size: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any
             line(f"broadcast, {copies}", rate["broadcast"], rate["plain"]),
             line(f"memory, {copies}", rate["memory"], rate["plain"]),
             {
-                "name": f"broadcast, {copies}: the first, with meeting and fresh memory",
+                "name": f"broadcast, {copies}: the first, with rendezvous and fresh memory",
                 "value": round(first, 4),
                 "unit": "s",
             },

@@ -51,13 +51,13 @@ def digest(named: list[tuple[str, torch.Tensor]]) -> str:
     return told.hexdigest()
 
 
-def meeting_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]:
-    place = folder / "meeting.json"
+def rendezvous_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]:
+    place = folder / "rendezvous.json"
     if rank == 0:
-        meeting = Rendezvous("127.0.0.1")
-        (folder / "half").write_text(json.dumps([meeting.host, meeting.port]))
+        rendezvous = Rendezvous("127.0.0.1")
+        (folder / "half").write_text(json.dumps([rendezvous.host, rendezvous.port]))
         (folder / "half").rename(place)
-        return meeting, meeting.host, meeting.port
+        return rendezvous, rendezvous.host, rendezvous.port
     while not place.exists():
         time.sleep(0.05)
     host, port = json.loads(place.read_text())
@@ -66,14 +66,14 @@ def meeting_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]:
 
 def broadcast(rank: int, size: int, folder: Path) -> Any:
     """Several versions through one group."""
-    meeting, host, port = meeting_of(folder, rank)
+    rendezvous, host, port = rendezvous_of(folder, rank)
     order = GroupOrder(host, port, "all", rank, size, 60.0, "nccl")
-    if meeting is None:
+    if rendezvous is None:
         receiver = Receiver("127.0.0.1", "cuda")
         notes = PackedWeights(weights(0), BUCKET).notes
         coming = StreamOrder(order, BUCKET, notes, staged=True)
         return [digest(receiver.receive(coming)) for _ in range(VERSIONS)]
-    group, stage, found = meeting.join(order), Stage("cuda"), []
+    group, stage, found = rendezvous.join(order), Stage("cuda"), []
     for version in range(VERSIONS):
         named = weights(version)
         packed = PackedWeights(named, BUCKET)
@@ -87,40 +87,40 @@ def broadcast(rank: int, size: int, folder: Path) -> Any:
 
 def lose_one(rank: int, size: int, folder: Path) -> Any:
     """The last member is killed in the middle of a broadcast; the others say so in time and meet again without it."""
-    meeting, host, port = meeting_of(folder, rank)
+    rendezvous, host, port = rendezvous_of(folder, rank)
     scale = 60
     named = weights(0, scale)
     packed = PackedWeights(named, BUCKET)
     order = GroupOrder(host, port, "all", rank, size, STALL_S, "nccl")
     receiver = Receiver("127.0.0.1", "cuda")
     stage = Stage("cuda")
-    if meeting is None:
+    if rendezvous is None:
         receiver.receive(StreamOrder(order, BUCKET, packed.notes, staged=True))
     else:
-        group: Any = meeting.join(order)
+        group: Any = rendezvous.join(order)
         send(group, packed, stage)
     if rank == size - 1:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     began, said = time.monotonic(), "nothing"
     try:
-        if meeting is None:
+        if rendezvous is None:
             receiver.receive(StreamOrder(order, BUCKET, packed.notes, staged=True))
         else:
             send(group, PackedWeights(named, BUCKET), stage)
     except TransferBroken as error:
         said = str(error)
     seconds = time.monotonic() - began
-    if meeting is not None:
+    if rendezvous is not None:
         group.abort()
         group = None
     again = []
     for name, backend in (("by gloo", "gloo"), ("by nccl", "nccl")):
         order = GroupOrder(host, port, name, rank, size - 1, 30.0, backend)
         staged = backend == "nccl"
-        if meeting is None:
+        if rendezvous is None:
             again.append(digest(receiver.receive(StreamOrder(order, BUCKET, packed.notes, staged))))
         else:
-            group = meeting.join(order)
+            group = rendezvous.join(order)
             send(group, PackedWeights(named, BUCKET), stage if staged else None)
             again.append(digest(named))
     time.sleep(1.0)

@@ -144,7 +144,7 @@ def test_ranks_on_two_machines_train_as_on_one(cluster: Any, tmp_path: Path) -> 
         [line["actor/loss"] for line in figures(here.dir)], abs=1e-6
     )
     assert "process rank-1 runs on" in (there.dir / "logs" / "trainer.log").read_text()
-    assert not list(there.dir.glob("understudy-ranks-*")), "the meeting folder is gone"
+    assert not list(there.dir.glob("understudy-ranks-*")), "the coordination folder is gone"
 
 
 def node_of(cluster: Any, pid: int) -> Any:

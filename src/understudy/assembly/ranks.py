@@ -6,7 +6,7 @@
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-A rank that dies or stands still is detected by `serving/supervisor.py`, by the marks that it leaves in the meeting
+A rank that dies or stands still is detected by `serving/supervisor.py`, by the marks that it leaves in the coordination
 folder (`mark_file`). A rank that refuses a command says so in a file there (`refusal_file`), and the command fails.
 `run/restarts.py` decides what the run does after `RankLost`.
 """
@@ -67,19 +67,19 @@ def interface_towards(rendezvous: str) -> str | None:
     return found[0] if found else None
 
 
-def refusal_file(meeting: Path, number: int, rank: int) -> Path:
+def refusal_file(folder: Path, number: int, rank: int) -> Path:
     """The file in which rank `rank` writes why it could not carry out command `number`."""
-    return meeting / f"refused-{number}-{rank}"
+    return folder / f"refused-{number}-{rank}"
 
 
-def mark_file(meeting: Path, rank: int) -> Path:
+def mark_file(folder: Path, rank: int) -> Path:
     """The file whose content changes while rank `rank` runs."""
-    return meeting / f"pulse-{rank}"
+    return folder / f"pulse-{rank}"
 
 
-def joining_file(meeting: Path, rank: int) -> Path:
+def joining_file(folder: Path, rank: int) -> Path:
     """The file that rank `rank` creates when it is about to join the group."""
-    return meeting / f"here-{rank}"
+    return folder / f"here-{rank}"
 
 
 class RankProcesses(Monitor):
@@ -101,33 +101,33 @@ class RankProcesses(Monitor):
         apart = len(self.here) < size
         # Ranks on other machines can read the run directory, but no other folder of this machine.
         self._folder = OwnedFolder("understudy-ranks-", run.path if apart else None, tidy=not apart)
-        self.meeting = self._folder.path
+        self.coordination = self._folder.path
         self.rendezvous = (
             f"tcp://{processes.address}:{_free_port(processes.address)}"
             if apart
-            else f"file://{self.meeting / 'rendezvous'}"
+            else f"file://{self.coordination / 'rendezvous'}"
         )
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
         arguments = ["--run", str(self._run.path), "--rank", str(rank), "--size", str(self._size)]
-        arguments += ["--meeting", str(self.meeting), "--rendezvous", self.rendezvous]
+        arguments += ["--coordination", str(self.coordination), "--rendezvous", self.rendezvous]
         child = await self._processes.start(name, "understudy.assembly.processes.rank", arguments)
         self._children[rank] = child
-        mark = partial(newest_mark, mark_file(self.meeting, rank))
+        mark = partial(newest_mark, mark_file(self.coordination, rank))
         self.add(rank, f"rank {rank} of {self._size}", child, mark)
 
     async def all_joining(self) -> None:
         """Returns once all ranks are about to join. If one fails before that, `start` raises in its own
         task."""
-        while not all(joining_file(self.meeting, rank).exists() for rank in range(1, self._size)):
+        while not all(joining_file(self.coordination, rank).exists() for rank in range(1, self._size)):
             await asyncio.sleep(_POLL_SECONDS)
 
     def refused(self, number: int) -> dict[int, str]:
         found: dict[int, str] = {}
         for rank in self._children:
             with suppress(OSError):
-                found[rank] = refusal_file(self.meeting, number, rank).read_text()
+                found[rank] = refusal_file(self.coordination, number, rank).read_text()
         return found
 
     def end_at_once(self) -> None:

@@ -43,7 +43,7 @@ class LocalTeachers:
         self._batching = batching
         self._token = token
         self._seats = seats
-        self._meetings: dict[str, OwnedFolder] = {}
+        self._folders: dict[str, OwnedFolder] = {}
         self.endpoints: dict[str, Endpoint] = {}
         self.following: FollowingReplicas | None = None
         """Gives replicas the student's weights; None: they keep the weights they load."""
@@ -52,15 +52,15 @@ class LocalTeachers:
         await self.stop(replica)
         gpus = self._seats.take(teacher_role(self._name), int(replica))
         ranks = range(self._teacher.tensor_parallel)
-        meeting = None
+        rendezvous: Path | None = None
         if len(ranks) > 1:
-            folder = self._meetings[replica] = OwnedFolder("understudy-teacher-", None)
-            meeting = folder.path
+            owned = self._folders[replica] = OwnedFolder("understudy-teacher-", None)
+            rendezvous = owned.path / "rendezvous"
         started = await together(
             self._processes.start(
                 self._process(replica, rank),
                 "understudy.teacher.replica.server",
-                self._arguments(replica, rank, gpus, meeting),
+                self._arguments(replica, rank, gpus, rendezvous),
                 self._environment(gpus),
             )
             for rank in ranks
@@ -78,9 +78,9 @@ class LocalTeachers:
     async def stop(self, replica: str) -> None:
         ranks = range(self._teacher.tensor_parallel)
         await asyncio.gather(*(self._processes.stop(self._process(replica, rank)) for rank in ranks))
-        meeting = self._meetings.pop(replica, None)
-        if meeting is not None:
-            meeting.close()
+        folder = self._folders.pop(replica, None)
+        if folder is not None:
+            folder.close()
 
     def alive(self, replica: str) -> bool:
         """Whether all processes of a replica live. A replica that lost a rank would wait for it for ever."""
@@ -112,7 +112,7 @@ class LocalTeachers:
             env["GLOO_SOCKET_IFNAME"] = _LOOPBACK
         return env
 
-    def _arguments(self, replica: str, rank: int, gpus: list[str], meeting: Path | None) -> list[str]:
+    def _arguments(self, replica: str, rank: int, gpus: list[str], rendezvous: Path | None) -> list[str]:
         teacher = self._teacher
         number = int(replica)
         port = teacher.ports[number] if number < len(teacher.ports) else 0
@@ -139,7 +139,7 @@ class LocalTeachers:
             arguments += ["--attention", teacher.attention]
         if self.following is not None:
             arguments += ["--weights", str(self.following.folder)]
-        if meeting is not None:
+        if rendezvous is not None:
             arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
-            arguments += ["--rendezvous", f"file://{meeting / 'meet'}"]
+            arguments += ["--rendezvous", f"file://{rendezvous}"]
         return arguments

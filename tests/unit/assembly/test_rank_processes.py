@@ -39,7 +39,7 @@ def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     said, ranks = asyncio.run(fail_to_start(tmp_path))
     expected = "error: `student.model` is missing" if spoiled else "error: "
     assert expected in said.splitlines()[0], said
-    assert not ranks.meeting.exists()
+    assert not ranks.coordination.exists()
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_refusal_is_found_by_command_and_rank(tmp_path: Path) -> None:
     processes = LocalProcesses(tmp_path)
     ranks = RankProcesses(processes, RunDir(tmp_path), size=3)
     ranks._children = {1: None, 2: None}  # type: ignore[dict-item]
-    refusal_file(ranks.meeting, 7, 2).write_text("too long")
+    refusal_file(ranks.coordination, 7, 2).write_text("too long")
     assert ranks.refused(7) == {2: "too long"} and ranks.refused(6) == {}
 
 

@@ -87,13 +87,13 @@ def test_lanes_give_the_gradient_of_the_whole() -> None:
 def test_lanes_are_threads_and_old_logprobs_equal_the_update() -> None:
     batch = rows(1)
     policy = Policy(qwen3(), settings(lanes=3))
-    names, meeting = set(), threading.Barrier(3, timeout=20)
+    names, barrier = set(), threading.Barrier(3, timeout=20)
     old = policy.logprobs(batch)
     assert torch.equal(FrozenModel(qwen3(), lanes=3).logprobs(batch).values, old.values)
 
     def objective(head, inputs):
         names.add(threading.current_thread().name)
-        meeting.wait()  # all three are here at once
+        barrier.wait()  # all three are here at once
         assert torch.equal(sampled_logprobs(head, inputs).detach(), inputs.old_logprobs_N)
         return cross_entropy(head, inputs)
 

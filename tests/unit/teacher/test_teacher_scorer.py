@@ -34,9 +34,9 @@ from understudy.teacher.scoring.model import load_frozen, weights_sha256
 from understudy.teacher.scoring.packing import pack, padded_plan
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.teacher.scoring.shared_prefixes import (
-    Family,
+    PrefixGroup,
     common_prefix,
-    families,
+    prefix_groups,
     saved_tokens,
     split_to_budget,
 )
@@ -162,7 +162,7 @@ def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) 
         insisting.warm_up()
 
 
-def test_families_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
+def test_prefix_groups_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         rows = [rng.integers(0, 2, int(rng.integers(1, 6))).astype(np.int32) for _ in range(6)]
@@ -174,7 +174,7 @@ def test_families_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
             possible.append(
                 sum((len(run) - 1) * min(common_prefix(run[0], row) for row in run) for run in runs)
             )
-        assert saved_tokens(families(rows)) == max(possible)
+        assert saved_tokens(prefix_groups(rows)) == max(possible)
 
 
 @given(
@@ -187,7 +187,7 @@ def test_packing_keeps_every_sequence_and_every_context(rows: list[list[int]], b
     tokens, lengths = np.concatenate(sequences), np.array([len(row) for row in rows])
     starts = np.cumsum(lengths) - lengths
     seen: list[int] = []
-    for batch in split_to_budget(families(sequences), lengths, budget):
+    for batch in split_to_budget(prefix_groups(sequences), lengths, budget):
         packed = pack(tokens, starts, lengths, batch)
         assert len(packed.tokens_T) <= max(budget, 2) or len(packed.rows) == 1
         keys = np.arange(len(packed.tokens_T)) if packed.key_places_N is None else packed.key_places_N
@@ -369,10 +369,10 @@ def test_sequences_rounded_up_in_groups_score_the_same(
 def test_groups_are_of_equal_lengths() -> None:
     tokens, lengths = np.arange(7 * 200, dtype=np.int32), np.array([190, 130, 190, 128, 190, 60])
     starts = np.arange(6) * 200
-    packed = packing.pack_in_groups(tokens, starts, lengths, [Family((i,), 0) for i in range(6)])
+    packed = packing.pack_in_groups(tokens, starts, lengths, [PrefixGroup((i,), 0) for i in range(6)])
     assert packed is None  # 60 → 64, 190 → 192, 130 → 192: too much of it padding
     lengths[1] = 192
-    packed = packing.pack_in_groups(tokens, starts, lengths, [Family((i,), 0) for i in range(6)])
+    packed = packing.pack_in_groups(tokens, starts, lengths, [PrefixGroup((i,), 0) for i in range(6)])
     assert packed is not None and packed.groups_G3 is not None
     assert packed.groups_G3[:4].tolist() == [[0, 4, 192], [768, 1, 128], [896, 1, 64], [0, 0, 0]]
     for i, length in enumerate(lengths):

@@ -45,15 +45,15 @@ def test_merged_requests_come_apart_again(scorer: Scorer) -> None:
 @pytest.mark.parametrize("layout", [Layout.AUTO, Layout.PADDED, Layout.PACKED])
 def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
     """Three requests are in the model at once, and each reply has the bits it has alone."""
-    meeting = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=30)
 
-    class Meeting(Scorer):
+    class WaitingScorer(Scorer):
         def begin(self, request: ScoreRequest) -> QueuedRequest:
             if threading.current_thread() is not threading.main_thread():
-                meeting.wait()
+                barrier.wait()
             return super().begin(request)
 
-    scorer = Meeting("t", load_frozen(str(qwen3)), ScorerOptions(layout=layout))
+    scorer = WaitingScorer("t", load_frozen(str(qwen3)), ScorerOptions(layout=layout))
     alone = [scorer.score(request) for request in requests()]
     worker = ScoringWorker(scorer, Batching.BY_REQUEST, lanes=3)
     worker.start()

@@ -46,8 +46,8 @@ def bits(named: Named) -> list[tuple[str, torch.dtype, tuple[int, ...], bytes]]:
     ]
 
 
-def orders(meeting: Rendezvous, name: str, size: int, stall_s: float = 20.0) -> list[GroupOrder]:
-    return [GroupOrder(meeting.host, meeting.port, name, rank, size, stall_s) for rank in range(size)]
+def orders(rendezvous: Rendezvous, name: str, size: int, stall_s: float = 20.0) -> list[GroupOrder]:
+    return [GroupOrder(rendezvous.host, rendezvous.port, name, rank, size, stall_s) for rank in range(size)]
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), most=st.integers(1, 300))
@@ -67,9 +67,9 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size(sizes: lis
 @pytest.mark.parametrize("staged", [False, True], ids=["host-memory", "through-a-stage"])
 def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group(staged: bool) -> None:
     """Through a stage as on GPUs, where NCCL carries the buckets; here the stage's device is the CPU."""
-    meeting = Rendezvous("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     stage = Stage("cpu") if staged else None
-    lead, *others = orders(meeting, "all", 4)
+    lead, *others = orders(rendezvous, "all", 4)
     receivers = [Receiver("127.0.0.1") for _ in others]
     group: Any = None
     before: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_gr
                 threads.submit(r.receive, StreamOrder(order, packed.bucket_bytes, packed.notes, staged))
                 for r, order in zip(receivers, others, strict=True)
             ]
-            group = group or meeting.join(lead)
+            group = group or rendezvous.join(lead)
             send(group, packed, stage)
             for received in coming:
                 assert bits(received.result(30)) == bits(named)
@@ -101,8 +101,8 @@ def test_packed_weights_keep_their_bytes_when_the_tensors_move_on() -> None:
 
 
 def test_a_damaged_bucket_is_refused() -> None:
-    meeting = Rendezvous("127.0.0.1")
-    lead, other = orders(meeting, "damaged", 2)
+    rendezvous = Rendezvous("127.0.0.1")
+    lead, other = orders(rendezvous, "damaged", 2)
     packed = PackedWeights(weights(), bucket_bytes=512)
     packed.complete()
     packed.flats[1][3] ^= 1
@@ -110,28 +110,28 @@ def test_a_damaged_bucket_is_refused() -> None:
         coming = threads.submit(
             Receiver("127.0.0.1").receive, StreamOrder(other, packed.bucket_bytes, packed.notes)
         )
-        send(meeting.join(lead), packed)
+        send(rendezvous.join(lead), packed)
         with pytest.raises(TransferBroken, match=r"bucket 1 .* damaged"):
             coming.result(30)
 
 
 def test_who_never_comes_or_sends_nothing_costs_a_deadline_and_not_a_hang() -> None:
-    meeting = Rendezvous("127.0.0.1")
-    lead, other = orders(meeting, "absent", 2, stall_s=1.0)
+    rendezvous = Rendezvous("127.0.0.1")
+    lead, other = orders(rendezvous, "absent", 2, stall_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        meeting.join(lead)
+        rendezvous.join(lead)
     packed = PackedWeights(weights(), bucket_bytes=512)
     receiver = Receiver("127.0.0.1")
     with ThreadPoolExecutor(1) as threads:
-        lead, other = orders(meeting, "silent", 2, stall_s=1.0)
+        lead, other = orders(rendezvous, "silent", 2, stall_s=1.0)
         coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
-        group = meeting.join(lead)
+        group = rendezvous.join(lead)
         with pytest.raises(TransferBroken, match="did not arrive whole"):
             coming.result(20)
         assert time.monotonic() - began < 20
         del group
-        lead, other = orders(meeting, "again", 2)
+        lead, other = orders(rendezvous, "again", 2)
         coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
-        send(meeting.join(lead), packed)
+        send(rendezvous.join(lead), packed)
         assert bits(coming.result(20)) == bits(weights()), "one that gave up can join the next group"

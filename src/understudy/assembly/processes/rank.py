@@ -1,6 +1,6 @@
 """The process of one rank 1 … n−1 of a run.
 
-    python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --meeting FOLDER …
+    python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --coordination FOLDER …
 
     read the run's recipe ─> load the student ─> join the group ─> write the ready file ─> follow rank 0
 
@@ -45,16 +45,16 @@ def run(process: Process) -> None:
         torch.cuda.set_device(options.rank % torch.cuda.device_count())
     source = settings.student
     student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
-    joining_file(options.meeting, options.rank).touch()
+    joining_file(options.coordination, options.rank).touch()
     group = join_at(options.rank, options.size, options.rendezvous, student.device)
     try:
-        beat(mark_file(options.meeting, options.rank))
+        beat(mark_file(options.coordination, options.rank))
         own = policy_settings(settings.learn, kept_usable_ids(run))
         policy = Policy(student.model, own, ranks=group, pictures=student.pictures)
         process.ready(rank=options.rank)
 
         def refuse(number: int, reason: str) -> None:
-            write_atomically(refusal_file(options.meeting, number, options.rank), reason)
+            write_atomically(refusal_file(options.coordination, number, options.rank), reason)
 
         rows: list[QueueRows] = []
 
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--size", type=int, required=True, help="ranks in all, the trainer's own included")
-    parser.add_argument("--meeting", type=Path, required=True, help="the folder where ranks leave notes")
+    parser.add_argument(
+        "--coordination", type=Path, required=True, help="the folder with the marks of all ranks"
+    )
     parser.add_argument(
         "--rendezvous", required=True, help="where they meet: tcp://HOST:PORT or file:///PATH"
     )

@@ -77,7 +77,7 @@ class WeightDelivery:
         """`address`: this machine's address as seen from remote hosts."""
         self._snapshots, self._address = snapshots, address
         self._stall_s, self._bucket_bytes = stall_s, bucket_bytes
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._group: _Group | None = None
         self._groups = 0
         self._file: str | None = None
@@ -205,8 +205,8 @@ class WeightDelivery:
         Raises a host's own refusal.
         """
         assert self._packed is not None
-        if self._meeting is None:
-            self._meeting = Rendezvous(self._address)
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._address)
         orders = [self._group_order(group, rank) for rank in range(len(group.members) + 1)]
         staged = group.backend is GroupBackend.NCCL
         stream = [
@@ -234,10 +234,10 @@ class WeightDelivery:
             await asyncio.gather(*telling, return_exceptions=True)
 
     def _send(self, group: _Group, order: GroupOrder, packed: PackedWeights) -> None:
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         problem = ""
         try:
-            group.joined = group.joined or self._meeting.join(order)
+            group.joined = group.joined or self._rendezvous.join(order)
             send(group.joined, packed, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
@@ -255,11 +255,11 @@ class WeightDelivery:
         return self._stage
 
     def _group_order(self, group: _Group, rank: int) -> GroupOrder:
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         size = len(group.members) + 1
         return GroupOrder(
-            self._meeting.host,
-            self._meeting.port,
+            self._rendezvous.host,
+            self._rendezvous.port,
             group.name,
             rank,
             size,
@@ -286,7 +286,7 @@ class WeightDelivery:
         return lost
 
     def close(self) -> None:
-        self._group = self._meeting = None
+        self._group = self._rendezvous = None
         self._snapshots.close()
 
 

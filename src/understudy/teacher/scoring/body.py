@@ -28,7 +28,12 @@ from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.packing import pack, pack_in_groups, pad_right, padded_plan
-from understudy.teacher.scoring.shared_prefixes import Family, families, saved_tokens, split_to_budget
+from understudy.teacher.scoring.shared_prefixes import (
+    PrefixGroup,
+    prefix_groups,
+    saved_tokens,
+    split_to_budget,
+)
 
 BACKEND = "inductor"
 """torch's own compiler."""
@@ -51,12 +56,12 @@ class MicroBatch:
     """The sequences of one forward and their layout."""
 
     layout: Layout
-    families: tuple[Family, ...]
+    prefix_groups: tuple[PrefixGroup, ...]
 
     @property
     def rows(self) -> list[int]:
         """The sequences in the order of their states."""
-        return [row for family in self.families for row in family.rows]
+        return [row for group in self.prefix_groups for row in group.rows]
 
 
 class Body:
@@ -107,10 +112,10 @@ class Body:
     def _plan_together(
         self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray
     ) -> list[MicroBatch]:
-        singles = [Family((row,), 0) for row in rows]
+        singles = [PrefixGroup((row,), 0) for row in rows]
         total = int(lengths_N[list(rows)].sum())
         if self.layout is not Layout.PADDED and not self._too_short_to_share(len(rows), total):
-            found = self._families(request, rows, lengths_N) if self.share_prefixes else singles
+            found = self._prefix_groups(request, rows, lengths_N) if self.share_prefixes else singles
             saved = saved_tokens(found)
             if self.layout is Layout.AUTO and self.frozen.device.type == "cpu":
                 packed = saved > WORTH_SHARING * total + CPU_SEGMENT_COST * (len(rows) + len(found))
@@ -118,7 +123,7 @@ class Body:
                 packed = True
                 found = found if self.layout is Layout.PACKED or saved > WORTH_SHARING * total else singles
             if packed:
-                grouped = self._groups and not any(family.shared for family in found)
+                grouped = self._groups and not any(group.shared for group in found)
                 sizes_N = rounded_lengths(lengths_N) if grouped else lengths_N
                 batches = split_to_budget(found, sizes_N, self.budget)
                 return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
@@ -131,11 +136,13 @@ class Body:
             return False
         return total <= WORTH_SHARING * total + CPU_SEGMENT_COST * (rows + 1)
 
-    def _families(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[Family]:
+    def _prefix_groups(
+        self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray
+    ) -> list[PrefixGroup]:
         starts_N = request.starts_N
         sequences = [request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows]
-        found = families(sequences)
-        return [Family(tuple(rows[i] for i in family.rows), family.shared) for family in found]
+        found = prefix_groups(sequences)
+        return [PrefixGroup(tuple(rows[i] for i in group.rows), group.shared) for group in found]
 
     def states(
         self,
@@ -222,7 +229,7 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        laid_out = (request.tokens_T, request.starts_N, lengths_N, batch.families)
+        laid_out = (request.tokens_T, request.starts_N, lengths_N, batch.prefix_groups)
         packed = (pack_in_groups(*laid_out) if self._groups else None) or pack(*laid_out)
         with self._attention_of(varlen.NAME):
             hidden_1TH = self.frozen.body(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from understudy.nn.grouped_attention import in_groups
-from understudy.teacher.scoring.shared_prefixes import Family
+from understudy.teacher.scoring.shared_prefixes import PrefixGroup
 
 
 def padded_plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -115,9 +115,9 @@ class Packed:
 
 
 def pack(
-    tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[Family]
+    tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[PrefixGroup]
 ) -> Packed:
-    """Lay a micro-batch's families out in one row."""
+    """Lay a micro-batch's prefix groups out in one row."""
     sources: list[tuple[int, int]] = []  # (start in tokens_T, count) of each run of packed tokens
     first_position: list[int] = []
     key_runs: list[tuple[int, int]] = []  # (packed start, count)
@@ -138,23 +138,23 @@ def pack(
         keys.append(count + (before[1] if before else 0))
         at += count
 
-    for family in batch:
+    for group in batch:
         prefix_at = at
-        if family.shared:
-            segment(int(starts_N[family.rows[0]]), family.shared, 0, None)
-        for row in family.rows:
+        if group.shared:
+            segment(int(starts_N[group.rows[0]]), group.shared, 0, None)
+        for row in group.rows:
             rows.append(row)
             prefixes.append(prefix_at)
-            shared.append(family.shared)
+            shared.append(group.shared)
             tails.append(at)
-            own = int(lengths_N[row]) - family.shared
+            own = int(lengths_N[row]) - group.shared
             if own:
-                before = (prefix_at, family.shared) if family.shared else None
-                segment(int(starts_N[row]) + family.shared, own, family.shared, before)
+                before = (prefix_at, group.shared) if group.shared else None
+                segment(int(starts_N[row]) + group.shared, own, group.shared, before)
     if at == 1:  # a compiled layer would be recompiled for a single token; the second is ignored
         segment(0, 1, 0, None)
     runs = np.array(sources, dtype=np.int64).reshape(-1, 2)
-    any_shared = any(family.shared for family in batch)
+    any_shared = any(group.shared for group in batch)
     key_places_N = ragged_ranges(*np.array(key_runs, dtype=np.int64).T) if any_shared else None
     return Packed(
         tokens_T=tokens_T[ragged_ranges(runs[:, 0], runs[:, 1])].astype(np.int64),
@@ -170,16 +170,16 @@ def pack(
 
 
 def pack_in_groups(
-    tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[Family]
+    tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[PrefixGroup]
 ) -> Packed | None:
     """Lay a micro-batch out with segments of equal length next to each other.
 
     Segments are filled up at the end with tokens that no real token attends to, since attention is causal.
     None if sequences share prefixes or are too short for this to pay.
     """
-    rows = [row for family in batch for row in family.rows]
+    rows = [row for group in batch for row in group.rows]
     own_B = lengths_N[rows].astype(np.int64)
-    groups = None if any(family.shared for family in batch) else in_groups(own_B)
+    groups = None if any(group.shared for group in batch) else in_groups(own_B)
     if groups is None:
         return None
     packed_T = np.zeros(groups.total, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Groups sequences with a common prefix, so that the model reads the prefix once.
 
 The n samples of one prompt share the prompt, and the turns of one conversation share the earlier turns. A
-family's tokens go through the model as one prefix and one tail per member; only attention reads the prefix's
+group's tokens go through the model as one prefix and one tail per member; only attention reads the prefix's
 keys again.
 """
 
@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 
-LARGEST_FAMILY = 64
+LARGEST_GROUP = 64
 """Sequences. Bounds the search; a larger group reads its prefix once per 64 sequences."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class PrefixGroup:
     """Sequences with a common prefix."""
 
     rows: tuple[int, ...]
@@ -26,11 +26,11 @@ class Family:
     """Length of the common prefix, read once; 0 for a single sequence."""
 
     def tokens(self, lengths: np.ndarray) -> int:
-        """How many tokens go through the model for this family."""
+        """How many tokens go through the model for this group."""
         return self.shared + sum(int(lengths[row]) - self.shared for row in self.rows)
 
 
-def families(sequences: Sequence[np.ndarray]) -> list[Family]:
+def prefix_groups(sequences: Sequence[np.ndarray]) -> list[PrefixGroup]:
     """Group sequences by common prefix so that few tokens are left to read; every sequence appears once.
 
     Sorted by content, sequences with a common prefix are neighbours. A run of neighbours shares the shortest
@@ -40,9 +40,11 @@ def families(sequences: Sequence[np.ndarray]) -> list[Family]:
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i4").tobytes())
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     if not any(common):
-        return [Family((i,), 0) for i in range(len(sequences))]
-    found = [Family(tuple(sorted(order[start:end])), shared) for start, end, shared in _best_runs(common)]
-    return sorted(found, key=lambda family: family.rows[0])
+        return [PrefixGroup((i,), 0) for i in range(len(sequences))]
+    found = [
+        PrefixGroup(tuple(sorted(order[start:end])), shared) for start, end, shared in _best_runs(common)
+    ]
+    return sorted(found, key=lambda group: group.rows[0])
 
 
 def _best_runs(common: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -52,7 +54,7 @@ def _best_runs(common: Sequence[int]) -> list[tuple[int, int, int]]:
     for end in range(1, len(common) + 2):
         saved, run = best[end - 1], (end - 1, end, 0)
         shared = None
-        for start in range(end - 2, max(-1, end - 1 - LARGEST_FAMILY), -1):
+        for start in range(end - 2, max(-1, end - 1 - LARGEST_GROUP), -1):
             shared = common[start] if shared is None else min(shared, common[start])
             if not shared:
                 break
@@ -68,8 +70,8 @@ def _best_runs(common: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs[::-1]
 
 
-def _family(members: list[int], shared: int) -> Family:
-    return Family(tuple(sorted(members)), shared if len(members) > 1 else 0)
+def _group(members: list[int], shared: int) -> PrefixGroup:
+    return PrefixGroup(tuple(sorted(members)), shared if len(members) > 1 else 0)
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -78,20 +80,22 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def saved_tokens(found: Sequence[Family]) -> int:
-    return sum((len(family.rows) - 1) * family.shared for family in found)
+def saved_tokens(found: Sequence[PrefixGroup]) -> int:
+    return sum((len(group.rows) - 1) * group.shared for group in found)
 
 
-def split_to_budget(found: Sequence[Family], lengths: np.ndarray, budget: int) -> list[list[Family]]:
-    """Micro-batches of families, in order, each of at most `budget` tokens.
+def split_to_budget(
+    found: Sequence[PrefixGroup], lengths: np.ndarray, budget: int
+) -> list[list[PrefixGroup]]:
+    """Micro-batches of groups, in order, each of at most `budget` tokens.
 
-    A family that is too large is cut into several, each with the prefix again. A single sequence that is too
+    A group that is too large is cut into several, each with the prefix again. A single sequence that is too
     long is a micro-batch of its own.
     """
-    batches: list[list[Family]] = []
+    batches: list[list[PrefixGroup]] = []
     used = budget
-    for family in found:
-        for part in _cut(family, lengths, budget):
+    for group in found:
+        for part in _cut(group, lengths, budget):
             size = part.tokens(lengths)
             if used + size > budget or not batches:
                 batches.append([])
@@ -101,16 +105,16 @@ def split_to_budget(found: Sequence[Family], lengths: np.ndarray, budget: int) -
     return batches
 
 
-def _cut(family: Family, lengths: np.ndarray, budget: int) -> list[Family]:
-    if len(family.rows) == 1 or family.tokens(lengths) <= budget:
-        return [family]
+def _cut(group: PrefixGroup, lengths: np.ndarray, budget: int) -> list[PrefixGroup]:
+    if len(group.rows) == 1 or group.tokens(lengths) <= budget:
+        return [group]
     parts: list[list[int]] = [[]]
-    used = family.shared
-    for row in family.rows:
-        own = int(lengths[row]) - family.shared
+    used = group.shared
+    for row in group.rows:
+        own = int(lengths[row]) - group.shared
         if parts[-1] and used + own > budget:
             parts.append([])
-            used = family.shared
+            used = group.shared
         parts[-1].append(row)
         used += own
-    return [_family(part, family.shared) for part in parts]
+    return [_group(part, group.shared) for part in parts]

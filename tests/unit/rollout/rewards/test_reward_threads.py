@@ -15,9 +15,9 @@ from understudy.rollout.rewards.reward_threads import DaemonThreads
 def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
     async def body() -> None:
         loop, pool = asyncio.get_running_loop(), DaemonThreads(most=4, name="tested")
-        meeting = threading.Barrier(4)
+        barrier = threading.Barrier(4)
         await asyncio.wait_for(
-            asyncio.gather(*(loop.run_in_executor(pool, meeting.wait) for _ in range(4))), 10
+            asyncio.gather(*(loop.run_in_executor(pool, barrier.wait) for _ in range(4))), 10
         )
         names = await asyncio.gather(
             *(loop.run_in_executor(pool, lambda: threading.current_thread().name) for _ in range(50))
