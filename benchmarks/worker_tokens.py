@@ -179,14 +179,14 @@ async def remote_workers() -> Any:
 
     listener = WorkerListener(launch, dismiss, lambda number: children[number].poll() is None, "")
     await listener.listen("127.0.0.1")
-    tickets: Any = SimpleNamespace(take=lambda writer: SimpleNamespace(number=1), end=lambda writer: None)
+    segments: Any = SimpleNamespace(take=lambda writer: SimpleNamespace(number=1), end=lambda writer: None)
     workers = LoopWorkers(
         WORKERS,
         tokenizer=TOKENIZER,
         agent="worker_tokens_process:OneTurn",
         context=1 << 20,
         open_line=listener.open,
-        tickets=tickets,
+        segments=segments,
     )
     try:
         await workers.start()

@@ -33,7 +33,7 @@ class CountingHandler:
     def __init__(self, setup: Setup, renderer: Renderer) -> None:
         self.work: dict[str, Any] = {}
 
-    async def store(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
+    async def store(self, prompt: Prompt, trajectories: Sequence[Trajectory], segment: int) -> bytes:
         return str(len(trajectories[0].tokens)).encode()
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from understudy.config import DataConfig, RolloutConfig
 from understudy.rollout.agents.registry import LoopChoice, Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeWorker, WorkerListener
-from understudy.rollout.workers.pool import LoopWorkers, Tickets
+from understudy.rollout.workers.pool import LoopWorkers, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class RowWorkerSettings:
 
     module: str
     """The module of the worker process."""
-    tickets: Tickets
+    segments: Segments
     """The data plane's permissions to write."""
     extra: bytes
     """Encoded settings for the worker."""
@@ -65,7 +65,7 @@ async def open_loops(
         open_line=await _lines(
             processes, stack, WORKER_MODULE if row_workers is None else row_workers.module
         ),
-        tickets=None if row_workers is None else row_workers.tickets,
+        segments=None if row_workers is None else row_workers.segments,
         extra=b"" if row_workers is None else row_workers.extra,
         restarts=restarts,
         notify=notify,

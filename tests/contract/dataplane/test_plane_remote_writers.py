@@ -44,8 +44,8 @@ class Site:
         self.writer = RowWriter(folder, link.address, prefix=link.partition_id(""))
 
     async def write(self, key: str, columns: dict[str, Any], worker: int = 1) -> Any:
-        ticket = self.plane.writer_segments.take(worker)
-        return (await self.writer.write("train", {key: columns}, ticket.number))[key]
+        segment = self.plane.writer_segments.take(worker)
+        return (await self.writer.write("train", {key: columns}, segment.number))[key]
 
 
 def run(folder: Path, body: Any, **settings: Any) -> None:

@@ -230,8 +230,10 @@ async def call_remote(
     plane. With a `Lease` the write is fenced by it."""
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
-    ticket = plane.writer_segments.take(site)  # keeps the segment until the columns written there are adopted
-    answer = await ask(RemoteCall(handed, ticket.number))
+    segment = plane.writer_segments.take(
+        site
+    )  # keeps the segment until the columns written there are adopted
+    answer = await ask(RemoteCall(handed, segment.number))
     for written in answer.written:
         await plane.adopt(meta.partition, written, lease=lease)
     if not isinstance(answer.result, BatchMeta):

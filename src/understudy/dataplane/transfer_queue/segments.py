@@ -35,7 +35,7 @@ class Written(msgspec.Struct, frozen=True):
     """The write's id, which is part of their name in the queue (`write_ids.py`)."""
 
 
-class Ticket:
+class SegmentRef:
     """The right to append to a segment. The segment is kept as long as this object is referenced."""
 
     __slots__ = ("__weakref__", "number")
@@ -53,11 +53,11 @@ class WriterSegments:
         self._most_bytes = most_bytes
         self._current: dict[int, int] = {}
         """By writer."""
-        self._tickets: Counter[int] = Counter()
+        self._refs: Counter[int] = Counter()
         self._bytes: dict[int, int] = {}
         """By segment in use: the end of its last adopted frame."""
 
-    def take(self, writer: int) -> Ticket:
+    def take(self, writer: int) -> SegmentRef:
         segment = self._current.get(writer)
         if segment is not None and self._bytes[segment] >= self._most_bytes:
             self._retire(writer)
@@ -65,10 +65,10 @@ class WriterSegments:
         if segment is None:
             segment = self._current[writer] = self._spill.lend_segment()
             self._bytes[segment] = 0
-        self._tickets[segment] += 1
-        ticket = Ticket(segment)
-        weakref.finalize(ticket, self._returned, segment).atexit = False
-        return ticket
+        self._refs[segment] += 1
+        ref = SegmentRef(segment)
+        weakref.finalize(ref, self._returned, segment).atexit = False
+        return ref
 
     def noted(self, written: Written) -> None:
         """Called when this announcement is in the ledger."""
@@ -91,13 +91,13 @@ class WriterSegments:
         self._give_back(self._current.pop(writer))
 
     def _returned(self, segment: int) -> None:
-        self._tickets[segment] -= 1
+        self._refs[segment] -= 1
         if segment not in self._current.values():
             self._give_back(segment)
 
     def _give_back(self, segment: int) -> None:
-        if self._tickets[segment] == 0:
-            del self._tickets[segment], self._bytes[segment]
+        if self._refs[segment] == 0:
+            del self._refs[segment], self._bytes[segment]
             self._spill.give_back(segment)
 
 

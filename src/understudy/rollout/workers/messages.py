@@ -67,7 +67,7 @@ class Begin(msgspec.Struct, tag=True):
     sampling: Sampling
     context: int
     max_generated: int | None = None
-    ticket: int | None = None
+    segment: int | None = None
     """Set if the worker keeps the trajectories itself: the segment it writes them to."""
     given: str | None = None
     """The prompt's column with the answer, instead of an agent loop."""
@@ -77,7 +77,7 @@ class WorkRequest(msgspec.Struct, tag=True):
     session_id: int
     name: str
     body: bytes
-    ticket: int | None = None
+    segment: int | None = None
 
 
 class Generated(msgspec.Struct, tag=True):

@@ -8,7 +8,7 @@ get the generations again that they had got before. A worker that keeps dying wi
 given up.
 
 Workers with a `RowHandler` (`process.py`) store trajectories themselves (`run_and_store`) and do other work on rows (`request_work`). Each such piece
-of work carries a ticket that is valid for one life of a worker, that is, one process. So late writes of a dead
+of work names a segment of one life of a worker, that is, of one process. So late writes of a dead
 process are not mistaken for those of its successor.
 """
 
@@ -48,16 +48,16 @@ class WorkersLost(DataError):
     """Every attempt at a session or a work request ended with the death of its worker."""
 
 
-class Ticket(Protocol):
+class SegmentRef(Protocol):
     @property
     def number(self) -> int: ...
 
 
-class Tickets(Protocol):
+class Segments(Protocol):
     """Names the segment that a worker writes its rows to (`WriterSegments` of the data plane)."""
 
-    def take(self, writer: int) -> Ticket:
-        """A ticket for one piece of work of this worker life; valid as long as the ticket is referenced."""
+    def take(self, writer: int) -> SegmentRef:
+        """The segment for one piece of work of this worker life; kept as long as the answer is referenced."""
         ...
 
     def end(self, writer: int) -> None:
@@ -70,7 +70,7 @@ class Answer:
     """A worker's answer about rows that it keeps."""
 
     body: bytes
-    ticket: Ticket
+    segment: SegmentRef
     """The caller holds it until the rows that the body announces are adopted."""
     life: int
     """The life of the worker that keeps them."""
@@ -97,19 +97,19 @@ class LoopWorkers:
         truncate: bool = False,
         pictures: str = "",
         open_line: OpenLine = PipeWorker.open,
-        tickets: Tickets | None = None,
+        segments: Segments | None = None,
         extra: bytes = b"",
         restarts: int = 10,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with
+        """`open_line` starts a worker, by default on this machine. `segments` and `extra` are for workers with
         a `RowHandler`. `pictures` is the folder of the run's pictures, if the student reads them.
 
         A worker that was restarted `restarts` times in a row without finishing a session is given up;
         `notify` gets a message for each restart.
         """
         self._open_line = open_line
-        self._tickets = tickets
+        self._segments = segments
         self._lives = itertools.count(1)
         self.traffic = Traffic()
         self._setup = wire.Setup(
@@ -150,8 +150,8 @@ class LoopWorkers:
         with closing(Session(prompt, context)) as session:
 
             async def attempt(channel: Channel) -> Answer:
-                ticket = self._ticket(channel)
-                return Answer(await channel.run_and_store(session, ticket.number), ticket, channel.life)
+                segment = self._segment(channel)
+                return Answer(await channel.run_and_store(session, segment.number), segment, channel.life)
 
             return await self._tried(row_key(prompt.key, context.session), attempt)
 
@@ -160,15 +160,15 @@ class LoopWorkers:
         dies."""
 
         async def attempt(channel: Channel) -> Answer:
-            ticket = self._ticket(channel)
-            return Answer(await channel.request_work(name, body, ticket.number), ticket, channel.life)
+            segment = self._segment(channel)
+            return Answer(await channel.request_work(name, body, segment.number), segment, channel.life)
 
         return await self._tried(f"work request {name}", attempt, prefer)
 
-    def _ticket(self, channel: Channel) -> Ticket:
-        if self._tickets is None:
+    def _segment(self, channel: Channel) -> SegmentRef:
+        if self._segments is None:
             raise ConfigError("these workers were started without a RowHandler")
-        return self._tickets.take(channel.life)
+        return self._segments.take(channel.life)
 
     async def _tried(
         self, what: str, attempt: Callable[[Channel], Awaitable[Result]], prefer: int | None = None
@@ -267,8 +267,8 @@ class LoopWorkers:
             return fresh
 
     def _ended(self, life: int) -> None:
-        if self._tickets is not None:
-            self._tickets.end(life)
+        if self._segments is not None:
+            self._segments.end(life)
 
     @property
     def pids(self) -> list[int]:

@@ -42,14 +42,14 @@ _LIMIT = 1 << 24
 
 
 class RowHandler(Protocol):
-    """What a worker does besides running loops: rewards and storage of trajectories, and work requests. Tickets and bodies are
+    """What a worker does besides running loops: rewards and storage of trajectories, and work requests. Segments and bodies are
     opaque to the worker."""
 
     @property
     def work(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
 
     async def store(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int, sampling: Sampling
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], segment: int, sampling: Sampling
     ) -> bytes:
         """Store a session's trajectories; returns the body of `Stored`."""
         ...
@@ -127,7 +127,7 @@ class Worker:
         run = self._handler.work.get(request.name) if self._handler is not None else None
         if run is None:
             raise DataError(f"this worker knows no work request {request.name!r}")
-        return wire.WorkDone(request.session_id, await run(request.body, request.ticket))
+        return wire.WorkDone(request.session_id, await run(request.body, request.segment))
 
     async def _generate(
         self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str]
@@ -170,11 +170,11 @@ class Worker:
         )
         loop = GivenAnswer() if context.given else self._loops.of(prompt)
         trajectories = checked_outputs(await loop.run(prompt, context), context)
-        if begin.ticket is None or self._handler is None:
+        if begin.segment is None or self._handler is None:
             return wire.Done(session_id, [wire.pack_output(one) for one in trajectories])
         self.say(wire.LoopReturned(session_id, len(trajectories)))
         return wire.Stored(
-            session_id, await self._handler.store(prompt, trajectories, begin.ticket, sampling)
+            session_id, await self._handler.store(prompt, trajectories, begin.segment, sampling)
         )
 
 

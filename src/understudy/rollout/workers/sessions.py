@@ -125,16 +125,16 @@ class Channel:
         outputs: list[Trajectory | LostOutput] = await self._session(session, None)
         return outputs
 
-    async def run_and_store(self, session: Session, ticket: int) -> bytes:
-        body: bytes = await self._session(session, ticket)
+    async def run_and_store(self, session: Session, segment: int) -> bytes:
+        body: bytes = await self._session(session, segment)
         return body
 
-    async def request_work(self, name: str, body: bytes, ticket: int) -> bytes:
+    async def request_work(self, name: str, body: bytes, segment: int) -> bytes:
         session_id = self._number()
-        answer: bytes = await self._answer(session_id, wire.WorkRequest(session_id, name, body, ticket))
+        answer: bytes = await self._answer(session_id, wire.WorkRequest(session_id, name, body, segment))
         return answer
 
-    async def _session(self, session: Session, ticket: int | None) -> Any:
+    async def _session(self, session: Session, segment: int | None) -> Any:
         session_id, context = self._number(), session.context
         self._sessions[session_id] = session
         begin = wire.Begin(
@@ -144,7 +144,7 @@ class Channel:
             context.sampling,
             context.context,
             context.max_generated,
-            ticket,
+            segment,
             context.given,
         )
         try:

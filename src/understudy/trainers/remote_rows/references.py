@@ -114,7 +114,7 @@ class RemoteScores:
     teacher: str
     signal: Signal
     written: Written
-    ticket: Any
+    segment: Any
     """Held until the ledger has recorded the scores."""
     rows: RemotePlane
     replica: str = ""

@@ -97,7 +97,7 @@ class RemoteScoring:
                         one.teacher,
                         item.signal,
                         one.written,
-                        told.ticket,
+                        told.segment,
                         rows,
                         version=one.version,
                     )

@@ -80,7 +80,7 @@ class RemoteRowHandler:
         return {wire.SCORE: self.score}
 
     async def store(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int, sampling: Sampling
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], segment: int, sampling: Sampling
     ) -> bytes:
         rewarded, seconds, failed = {}, {}, {}
         for one in trajectories:
@@ -92,7 +92,7 @@ class RemoteRowHandler:
                 failed[one.key] = reason_of(error)
             seconds[one.key] = {**one.extra.get("seconds", {}), "reward": time.perf_counter() - began}
         columns = {key: rollout_columns(one) for key, one in rewarded.items()}
-        written = await self._writer.write(self._partition, columns, ticket) if columns else {}
+        written = await self._writer.write(self._partition, columns, segment) if columns else {}
         point("row_worker.written")
         for key, one in rewarded.items():
             self._at_hand.put(one, written[key].mark)
@@ -119,9 +119,9 @@ class RemoteRowHandler:
             what = f"reward {self._rewards.names} timed out: {trajectory.key}"
             raise timed(error, clock, what, self._deadline_seconds) from error
 
-    async def score(self, body: bytes, ticket: int | None) -> bytes:
+    async def score(self, body: bytes, segment: int | None) -> bytes:
         order = wire.decode_order(body)
-        assert ticket is not None
+        assert segment is not None
         try:
             items = await self._items(order.items)
             found = await (await self._client(order.address)).score(items, order.seconds)
@@ -135,7 +135,7 @@ class RemoteRowHandler:
             for item, one in zip(order.items, scores, strict=True)
             if item.inline is None
         }
-        written = await self._writer.write(self._partition, rows, ticket) if rows else {}
+        written = await self._writer.write(self._partition, rows, segment) if rows else {}
         point("row_worker.scored")
         for key in rows:
             self._at_hand.drop(key)

@@ -61,7 +61,7 @@ def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(t
     gc.collect()
     spill.keep_only((), sealed)
     assert number in on_disk(tmp_path), (
-        "a batch from before the last ticket came back may not know of its rows"
+        "a batch from before the last reference was dropped may not know of its rows"
     )
     spill.keep_only((number,), spill.segment)
     assert number in on_disk(tmp_path), "rows refer to it"

@@ -116,7 +116,7 @@ STORED = wire.ScoreAnswer(
 def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_is_preferred() -> None:
     (stored, canary), direct, workers, rows = ask(STORED)
     assert isinstance(stored, RemoteScores) and stored.written == STORED.scores[0].written
-    assert stored.ticket.number == 1
+    assert stored.segment.number == 1
     assert canary.sampled_logprobs.tolist() == [-1.0, -2.0]
     (order,) = workers.orders
     assert (
