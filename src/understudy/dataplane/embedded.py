@@ -142,7 +142,7 @@ class EmbeddedDataPlane:
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
         """Apply this filter to every group of the partition when it is complete; see `GroupFilter`."""
-        self._home(partition).filter = group_filter
+        self._part(partition).filter = group_filter
 
     # ---- handing rows out
 
@@ -162,7 +162,7 @@ class EmbeddedDataPlane:
         timeout: float | None = None,
         lease_seconds: float | None = 600.0,
     ) -> Lease:
-        home = self._home(partition)
+        part = self._part(partition)
         least = n if at_least is None else at_least
         if not 1 <= least <= n:
             raise DataPlaneError(f"a claim of n={n}, at_least={least}: ask for 1 ≤ at_least ≤ n")
@@ -174,11 +174,11 @@ class EmbeddedDataPlane:
         wanted = status if type(status) is RowStatus else RowStatus(status)
         sequence = order if type(order) is Order else Order(order)
         kind = count if type(count) is Count else Count(count)
-        view = home.view(ViewSpec.of(wanted, fields, without, where, step, sequence))
-        lease = self._claims.claim_now(home, view, n, least, kind, lease_seconds)
+        view = part.view(ViewSpec.of(wanted, fields, without, where, step, sequence))
+        lease = self._claims.claim_now(part, view, n, least, kind, lease_seconds)
         if lease is None:
             request = ClaimRequest(n, least, kind, lease_seconds)
-            lease = await self._claims.wait_in_line(home, view, request, timeout)
+            lease = await self._claims.wait_in_line(part, view, request, timeout)
         if wanted is not RowStatus.FINISHED:
             await self._claims.record(lease)
         return lease
@@ -199,8 +199,8 @@ class EmbeddedDataPlane:
     def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[Row], Sequence[str]]:
         """The rows of a `get`, and the columns: those requested, or those the meta names, or those all rows
         have."""
-        home = self._home(meta.partition)
-        rows = [self._store.row(home, key) for key in meta.keys]
+        part = self._part(meta.partition)
+        rows = [self._store.row(part, key) for key in meta.keys]
         if fields is None:
             names: Sequence[str] = meta.fields or [
                 name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)
@@ -212,7 +212,7 @@ class EmbeddedDataPlane:
             if lacking:
                 raise DataPlaneError(
                     f"column {name!r} is missing on {len(lacking)} of {len(rows)} rows ({lacking[0]} …), "
-                    f"which has {', '.join(home.rows[lacking[0]].columns) or 'no columns'}; claim with fields=({name!r},)"
+                    f"which has {', '.join(part.rows[lacking[0]].columns) or 'no columns'}; claim with fields=({name!r},)"
                 )
         return rows, names
 
@@ -250,30 +250,30 @@ class EmbeddedDataPlane:
     async def dead_letter(
         self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
     ) -> None:
-        home, store = self._home(partition), self._store
-        row = self._store.row(home, key)
+        part, store = self._part(partition), self._store
+        row = self._store.row(part, key)
         group = row.group
-        store.taken_out(home, [row], "dead", detail(reason, evidence))
+        store.taken_out(part, [row], "dead", detail(reason, evidence))
         if group is not None and group.policy is GroupPolicy.DROP_GROUP:
-            store.taken_out(home, list(group.members), "evicted", detail(f"{GROUP_LOST} {key}: {reason}"))
+            store.taken_out(part, list(group.members), "evicted", detail(f"{GROUP_LOST} {key}: {reason}"))
         elif group is not None and group.rows:
-            store.filter_complete(home, list(group.members)[:1])
+            store.filter_complete(part, list(group.members)[:1])
         await store.journal.durable()
 
     async def evict(
         self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None
     ) -> None:
-        home, store = self._home(partition), self._store
+        part, store = self._part(partition), self._store
         store.expire()
         if lease is not None:
             store.leases.check(lease, keys)
-        rows = [store.row(home, key) for key in dict.fromkeys(keys)]
-        store.taken_out(home, rows, "evicted", detail(reason))
+        rows = [store.row(part, key) for key in dict.fromkeys(keys)]
+        store.taken_out(part, rows, "evicted", detail(reason))
         await store.journal.durable()
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:
-        home = self._home(partition)
-        gone = list(home.rows) if keys is None else [key for key in keys if key in home.rows]
+        part = self._part(partition)
+        gone = list(part.rows) if keys is None else [key for key in keys if key in part.rows]
         if gone:
             await self.evict(partition, gone, "cleared")
 
@@ -291,7 +291,7 @@ class EmbeddedDataPlane:
                 row.attempts,
                 row.lease is not None,
             )
-            for key, row in self._home(partition).rows.items()
+            for key, row in self._part(partition).rows.items()
         }
 
     async def depth(
@@ -303,7 +303,7 @@ class EmbeddedDataPlane:
         step: int | None = None,
     ) -> Depth:
         self._store.expire()
-        return self._claims.depth(self._home(partition), _finished(fields, where, step))
+        return self._claims.depth(self._part(partition), _finished(fields, where, step))
 
     async def wait(
         self,
@@ -315,11 +315,11 @@ class EmbeddedDataPlane:
         step: int | None = None,
         timeout: float | None = None,
     ) -> Depth:
-        return await self._claims.wait(self._home(partition), until, _finished(fields, where, step), timeout)
+        return await self._claims.wait(self._part(partition), until, _finished(fields, where, step), timeout)
 
     def take_removed(self, partition: str) -> Mapping[tuple[str, str], int]:
-        home = self._home(partition)
-        found, home.removed = home.removed, Counter()
+        part = self._part(partition)
+        found, part.removed = part.removed, Counter()
         return found
 
     # ---- checkpoints, start and end
@@ -370,7 +370,7 @@ class EmbeddedDataPlane:
         self._claims.fail(error)
         self._store.admission.fail(error)
 
-    def _home(self, partition: str) -> Partition:
+    def _part(self, partition: str) -> Partition:
         self._store.check()
         return self._store.partitions[partition]
 

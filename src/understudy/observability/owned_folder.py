@@ -27,10 +27,10 @@ class OwnedFolder:
     def __init__(self, prefix: str, parent: Path | None, *, tidy: bool = True) -> None:
         """`tidy` removes what killed runs left beside it. Not used in a folder of the user's own: other
         machines may write there, and do not see our locks."""
-        home = Path(tempfile.gettempdir()) if parent is None else parent
+        folder = Path(tempfile.gettempdir()) if parent is None else parent
         if tidy:
-            remove_abandoned(home, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
+            remove_abandoned(folder, prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         # Locked before it gets its name: no process ever finds the file without its owner's lock.
         file = os.open(self.path / f"{_MARK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(

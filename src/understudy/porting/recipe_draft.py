@@ -146,6 +146,6 @@ def _shown(value: Any) -> str:
     )
 
 
-def home(path: Any) -> str:
+def expanded(path: Any) -> str:
     """A path with `~` expanded, which a recipe does not do."""
     return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from understudy.config.messages.unknown_keys import unknown_key
 from understudy.config.tables import RecipeTables
-from understudy.porting.recipe_draft import Draft, Verdict, home
+from understudy.porting.recipe_draft import Draft, Verdict, expanded
 from understudy.porting.sources import Source
 
 _TEACHER = "teachers.teacher"
@@ -138,13 +138,13 @@ def _models(draft: Draft) -> None:
         if name is None:
             draft.notes.append(f"{theirs} is not given: set {ours}.model")
         else:
-            draft.put(f"{ours}.model", home(name), theirs)
+            draft.put(f"{ours}.model", expanded(name), theirs)
     for ours, theirs in (("student", "model_revision"), (_TEACHER, "teacher_model_revision")):
         if draft.get(theirs, "main") != "main":
             draft.put(f"{ours}.revision", draft.get(theirs), theirs)
         draft.not_needed(theirs, "the main branch is the default")
     if draft.get("trust_remote_code", False):
-        if draft.get("model_revision") or Path(home(draft.get("model_name_or_path", ""))).is_absolute():
+        if draft.get("model_revision") or Path(expanded(draft.get("model_name_or_path", ""))).is_absolute():
             draft.put("student.trust_remote_code", True, "trust_remote_code")
         else:
             draft.unsupported(
@@ -190,11 +190,11 @@ def _data(draft: Draft) -> None:
         )
     else:
         config = f"/{draft.get('dataset_config')}" if draft.get("dataset_config") else ""
-        local = Path(home(name)).suffix in (".jsonl", ".parquet")
+        local = Path(expanded(name)).suffix in (".jsonl", ".parquet")
         split = "" if local else f":{draft.get('dataset_train_split', 'train')}"
         draft.put(
             "data.train",
-            f"{home(name)}{config}{split}",
+            f"{expanded(name)}{config}{split}",
             "dataset_name",
             "dataset_config",
             "dataset_train_split",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from understudy.config.messages.unknown_keys import unknown_key
 from understudy.config.tables import RecipeTables
-from understudy.porting.recipe_draft import Draft, home
+from understudy.porting.recipe_draft import Draft, expanded
 from understudy.porting.sources import Source
 from understudy.porting.verl_keys import settled
 from understudy.porting.verl_objective import objective, teachers, with_task_rewards
@@ -73,9 +73,9 @@ def _student(draft: Draft) -> None:
             "the student's model is not given (actor_rollout_ref.model.path): set student.model"
         )
     else:
-        draft.put("student.model", home(path), f"{_MODEL}.path")
+        draft.put("student.model", expanded(path), f"{_MODEL}.path")
     if draft.get(f"{_MODEL}.trust_remote_code", False):
-        if path and Path(home(path)).is_absolute():
+        if path and Path(expanded(path)).is_absolute():
             draft.put("student.trust_remote_code", True, f"{_MODEL}.trust_remote_code")
         else:
             draft.unsupported(
@@ -115,7 +115,7 @@ def _data(draft: Draft) -> None:
     for ours, theirs in (("data.train", "data.train_files"), ("data.eval", "data.val_files")):
         files = draft.get(theirs)
         if files is not None:
-            found = [home(one) for one in ([files] if isinstance(files, str) else files)]
+            found = [expanded(one) for one in ([files] if isinstance(files, str) else files)]
             draft.put(ours, found[0] if len(found) == 1 else found, theirs)
     draft.put("data.max_prompt_tokens", draft.get("data.max_prompt_length", 512), "data.max_prompt_length")
     cut = draft.get("data.truncation", "error")
@@ -140,7 +140,7 @@ def _data(draft: Draft) -> None:
 def _reward(draft: Draft) -> None:
     path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
     if draft.get(path) is not None:
-        file = Path(home(draft.get(path)))
+        file = Path(expanded(draft.get(path)))
         draft.put("data.reward", f"{file.stem}:{draft.get(name, 'compute_score')}", path, name)
         draft.put("run.python_path", [str(file.parent), "."], path)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from understudy.porting.recipe_draft import Draft, Verdict, home
+from understudy.porting.recipe_draft import Draft, Verdict, expanded
 
 _LOSS, _ACTOR = "distillation.distillation_loss", "actor_rollout_ref.actor"
 _TEACHERS = "distillation.teacher_models."
@@ -65,7 +65,7 @@ def _teacher(draft: Draft, name: str, alone: bool) -> None:
     if draft.get(f"{theirs}.model_path") is None:
         draft.notes.append(f"{theirs}.model_path is missing: set {ours}.model")
     else:
-        draft.put(f"{ours}.model", home(draft.get(f"{theirs}.model_path")), f"{theirs}.model_path")
+        draft.put(f"{ours}.model", expanded(draft.get(f"{theirs}.model_path")), f"{theirs}.model_path")
     if name == _SINGLE and alone:
         draft.not_needed(f"{theirs}.key", "one teacher scores every row")
     elif draft.get(f"{theirs}.key") is not None:
@@ -249,7 +249,7 @@ def _critic(draft: Draft) -> None:
         "critic.model.enable_gradient_checkpointing",
     )
     if draft.get("critic.model.path") is not None:
-        draft.put("critic.model", home(draft.get("critic.model.path")), "critic.model.path")
+        draft.put("critic.model", expanded(draft.get("critic.model.path")), "critic.model.path")
     draft.put("critic.only_steps", draft.get("trainer.critic_warmup", 0), "trainer.critic_warmup")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from understudy.porting.recipe_draft import Draft, home
+from understudy.porting.recipe_draft import Draft, expanded
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -96,7 +96,7 @@ def _names(draft: Draft) -> None:
     if draft.get("trainer.experiment_name") is not None:
         draft.put("run.name", draft.get("trainer.experiment_name"), "trainer.experiment_name")
     if draft.get("trainer.default_local_dir") is not None:
-        draft.put("run.dir", home(draft.get("trainer.default_local_dir")), "trainer.default_local_dir")
+        draft.put("run.dir", expanded(draft.get("trainer.default_local_dir")), "trainer.default_local_dir")
     if draft.get("trainer.rollout_data_dir") is not None:
         draft.put("run.rollout_dump_every", 1, "trainer.rollout_data_dir")
     loggers = draft.get("trainer.logger")

@@ -76,10 +76,10 @@ def storable(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], GivenRo
                     path = folder / f"{key}.jsonl"
                     write_rows(data[key], path, f"data.{key}")
                     tables["data"][key] = str(path)
-        plain, homes = _plain(tables, ""), sorted(_homes(tables))
-        if homes:
+        plain, folders = _plain(tables, ""), sorted(_folders(tables))
+        if folders:
             run = plain.setdefault("run", {})
-            run["python_path"] = [*run.get("python_path", []), *homes]
+            run["python_path"] = [*run.get("python_path", []), *folders]
         yield plain, GivenRows(folder)
 
 
@@ -165,13 +165,13 @@ def _plain(value: Any, key: str) -> Any:
     return name_of(value, key) if callable(value) else value
 
 
-def _homes(value: Any) -> set[str]:
+def _folders(value: Any) -> set[str]:
     """The folders from which these functions and classes are imported, without those of installed
     packages."""
     if isinstance(value, Mapping):
-        return set().union(*map(_homes, value.values()))
+        return set().union(*map(_folders, value.values()))
     if isinstance(value, list | tuple):
-        return set().union(*map(_homes, value))
+        return set().union(*map(_folders, value))
     module = sys.modules.get(getattr(value, "__module__", "")) if callable(value) else None
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__.startswith("understudy."):
@@ -179,9 +179,9 @@ def _homes(value: Any) -> set[str]:
     spec = getattr(module, "__spec__", None)
     name = spec.name if spec is not None else Path(file).stem  # a script has no spec
     depth = name.count(".") + (Path(file).stem == "__init__")
-    home = Path(file).resolve().parents[depth]
+    folder = Path(file).resolve().parents[depth]
     installed = (Path(path) for path in (sys.prefix, sys.base_prefix, *site.getsitepackages()))
-    return set() if any(home.is_relative_to(place) for place in installed) else {str(home)}
+    return set() if any(folder.is_relative_to(place) for place in installed) else {str(folder)}
 
 
 def _are_paths(value: Any) -> bool:

@@ -155,17 +155,17 @@ def test_rows_that_differ_in_everything_are_read_back_from_one_commit(tmp_path: 
     async def fill(plane: Any) -> Any:
         calls = []
         for i in range(120):
-            home, step, key = f"p{i % 2}", 1 + i % 3, f"{i:03d}_0_0"
+            partition, step, key = f"p{i % 2}", 1 + i % 3, f"{i:03d}_0_0"
             tags = {key: {"number": i}} if i % 7 == 0 else None
             group = GroupPolicy.TRAIN_REST if i % 5 == 0 else None
-            calls.append(plane.issue(home, [key], step=step, group=group, tags=tags))
+            calls.append(plane.issue(partition, [key], step=step, group=group, tags=tags))
             if i % 4 == 0:
-                calls.append(plane.put(home, {f"{key}_put_0_0": row_of(i)}))
+                calls.append(plane.put(partition, {f"{key}_put_0_0": row_of(i)}))
         await asyncio.gather(*calls)
         return await rows_of(plane)
 
     async def rows_of(plane: Any) -> Any:
-        return {home: await plane.list(home) for home in ("p0", "p1")}
+        return {partition: await plane.list(partition) for partition in ("p0", "p1")}
 
     before = run(tmp_path, fill)
     assert sum(map(len, before.values())) == 150

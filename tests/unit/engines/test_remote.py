@@ -343,14 +343,14 @@ def test_balance_by_outstanding_tokens() -> None:
 def test_rest_and_return() -> None:
     now = 0.0
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
-    home = replicas.pick("session", 10)
-    assert home is not None
+    preferred = replicas.pick("session", 10)
+    assert preferred is not None
     for _ in range(REST_AFTER):
-        replicas.failed(home, 10, "down")
-        home.outstanding_tokens += 10
-    home.outstanding_tokens = 0
+        replicas.failed(preferred, 10, "down")
+        preferred.outstanding_tokens += 10
+    preferred.outstanding_tokens = 0
     other = replicas.pick("session", 10)
-    assert other is not home and replicas.pick("session", 10) is other, (
+    assert other is not preferred and replicas.pick("session", 10) is other, (
         "the session moved, and stays where it moved"
     )
     now = FIRST_REST_S + 0.01
@@ -358,8 +358,8 @@ def test_rest_and_return() -> None:
     for replica in replicas.all:
         replicas.gone(replica)
     assert replicas.pick("x", 1) is None
-    replicas.back(home)
-    assert replicas.pick("x", 1) is home
+    replicas.back(preferred)
+    assert replicas.pick("x", 1) is preferred
 
 
 def test_a_fast_failure_does_not_look_idle() -> None:

@@ -97,7 +97,7 @@ def test_a_pool_is_a_slice_of_this_machine_too() -> None:
         seat(recipe(cluster=cpus, run={"threads": 6}), 1)
 
 
-def test_on_ray_its_home_is_a_bundle_of_its_pool() -> None:
+def test_on_ray_it_sits_in_a_bundle_of_its_pool() -> None:
     one = recipe(cluster=on_ray(nodes=1, cpus_per_node=2), run={"threads": 2})
     layout = ray_layout(one, NODES)
     assert layout.units == {"critic": UnitBundle("pool values", 0, Bundle(2))}

@@ -183,12 +183,12 @@ class Writer:
             insert_many(cursor, schema.INSERT_SPILLS, 2, spills)
         bare: list[Any] = []
         detailed: list[Any] = []
-        for (kind, home, step, told), keys in batch.facts.items():
+        for (kind, part, step, told), keys in batch.facts.items():
             names = _as_json(keys)
             if told is None:
-                bare += (kind, 1, home, step, names)
+                bare += (kind, 1, part, step, names)
             else:
-                detailed += (kind, 1, home, step, names, told)
+                detailed += (kind, 1, part, step, names, told)
         if bare:
             insert_many(cursor, schema.INSERT_EVENTS, 5, bare)
         if detailed:

@@ -32,17 +32,17 @@ class Claims:
         store.on_change = self._changed
 
     def claim_now(
-        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+        self, part: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
     ) -> Lease | None:
         """The lease if enough rows are ready and no claim is queued; None: call `wait_in_line`."""
         store = self._store
-        if n > store.admission.max_rows and n > len(home.rows):
+        if n > store.admission.max_rows and n > len(part.rows):
             raise DataPlaneError(
                 f"a claim of {n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
                 "raise max_rows to at least one batch"
             )
         store.expire()
-        return None if view.line else self._try(home, view, n, at_least, count, seconds)
+        return None if view.line else self._try(part, view, n, at_least, count, seconds)
 
     async def record(self, lease: Lease) -> None:
         """Commit the attempt counts of a producer's lease before its work starts."""
@@ -53,11 +53,11 @@ class Claims:
             raise
 
     async def wait_in_line(
-        self, home: Partition, view: View, request: ClaimRequest, timeout: float | None
+        self, part: Partition, view: View, request: ClaimRequest, timeout: float | None
     ) -> Lease:
         answer = request.answer = asyncio.get_running_loop().create_future()
         view.line.append(request)
-        home.claims_waiting += 1
+        part.claims_waiting += 1
         self._store.admission.waiting_claims += 1
         self._store.admission.serve()
         try:
@@ -67,14 +67,14 @@ class Claims:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 self.give_back(answer.result())
             if isinstance(error, TimeoutError):
-                raise TimeoutError(_missing(home, view, request, timeout)) from None
+                raise TimeoutError(_missing(part, view, request, timeout)) from None
             raise
         finally:
             self._store.admission.waiting_claims -= 1
-            home.claims_waiting -= 1
+            part.claims_waiting -= 1
             if request in view.line:
                 view.line.remove(request)
-            self._changed(home)
+            self._changed(part)
 
     def give_back(self, lease: Lease) -> None:
         held = self._store.leases.check(lease)
@@ -82,15 +82,15 @@ class Claims:
             self._store.give_back(row)
 
     def _try(
-        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+        self, part: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
     ) -> Lease | None:
         rows = view.take(n, at_least, count)
         if rows is None:
             return None
-        held = self._store.grant(home, view, rows, seconds)
+        held = self._store.grant(part, view, rows, seconds)
         if self._timer is None or held.expires < self._timer_end:
             self._set_timer(held.expires)
-        return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
+        return Lease(_meta(part.name, rows), held.id, self._store.leases.epoch, held.expires)
 
     def _set_timer(self, end: float) -> None:
         if end == math.inf or (self._timer is not None and self._timer_end <= end):
@@ -109,62 +109,62 @@ class Claims:
             self._set_timer(end)
 
     async def wait(
-        self, home: Partition, until: Callable[[Depth], bool], ready: ViewSpec, timeout: float | None
+        self, part: Partition, until: Callable[[Depth], bool], ready: ViewSpec, timeout: float | None
     ) -> Depth:
         self._store.expire()
-        seen = self.depth(home, ready)
+        seen = self.depth(part, ready)
         if until(seen):
             return seen
 
         def look() -> bool:
             nonlocal seen
-            seen = self.depth(home, ready)
+            seen = self.depth(part, ready)
             return until(seen)
 
         watch = Watch(look, asyncio.get_running_loop().create_future())
-        home.watches.append(watch)
+        part.watches.append(watch)
         self._store.admission.waiting_claims += 1
         self._store.admission.serve()
         try:
             async with asyncio.timeout(timeout):
                 await watch.answer
         except TimeoutError:
-            raise TimeoutError(f"after {timeout} s partition {home.name!r} is at {seen}") from None
+            raise TimeoutError(f"after {timeout} s partition {part.name!r} is at {seen}") from None
         finally:
             self._store.admission.waiting_claims -= 1
-            if watch in home.watches:
-                home.watches.remove(watch)
+            if watch in part.watches:
+                part.watches.remove(watch)
         return seen
 
-    def depth(self, home: Partition, ready: ViewSpec) -> Depth:
+    def depth(self, part: Partition, ready: ViewSpec) -> Depth:
         """Counts of the partition (or of one step, if `ready` names one), and how many rows are ready."""
-        counts = home.count(ready.step)
+        counts = part.count(ready.step)
         return Depth(
             pending=counts[RowStatus.PENDING],
             running=counts[RowStatus.RUNNING],
             finished=counts[RowStatus.FINISHED],
             failed=counts[RowStatus.FAILED],
-            leased=home.leased,
-            ready=home.view(ready).ready_rows,
+            leased=part.leased,
+            ready=part.view(ready).ready_rows,
             resident_bytes=self._store.admission.resident,
             waiting_producers=self._store.admission.waiting,
         )
 
-    def _changed(self, home: Partition) -> None:
-        if not home.serve_scheduled and (home.claims_waiting or home.watches):
-            home.serve_scheduled = True
-            asyncio.get_running_loop().call_soon(self._serve, home)
+    def _changed(self, part: Partition) -> None:
+        if not part.serve_scheduled and (part.claims_waiting or part.watches):
+            part.serve_scheduled = True
+            asyncio.get_running_loop().call_soon(self._serve, part)
 
-    def _serve(self, home: Partition) -> None:
-        home.serve_scheduled = False
-        for view in list(home.views.values()):
+    def _serve(self, part: Partition) -> None:
+        part.serve_scheduled = False
+        for view in list(part.views.values()):
             while view.line:
                 request = view.line[0]
                 answer = request.answer
                 if answer is not None and not answer.done():
                     try:
                         lease = self._try(
-                            home, view, request.n, request.at_least, request.count, request.lease_seconds
+                            part, view, request.n, request.at_least, request.count, request.lease_seconds
                         )
                     except DataPlaneError as error:
                         answer.set_exception(error)
@@ -173,7 +173,7 @@ class Claims:
                             break
                         answer.set_result(lease)
                 view.line.popleft()
-        for watch in list(home.watches):
+        for watch in list(part.watches):
             if watch.answer.done():
                 continue
             try:
@@ -187,25 +187,25 @@ class Claims:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for home in self._store.partitions.values():
-            for view in home.views.values():
+        for part in self._store.partitions.values():
+            for view in part.views.values():
                 for request in view.line:
                     if request.answer is not None and not request.answer.done():
                         request.answer.set_exception(error)
                 view.line.clear()
-            for watch in home.watches:
+            for watch in part.watches:
                 if not watch.answer.done():
                     watch.answer.set_exception(error)
-            home.watches.clear()
+            part.watches.clear()
 
 
-def _missing(home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> str:
+def _missing(part: Partition, view: View, request: ClaimRequest, timeout: float | None) -> str:
     spec = view.spec
-    counts = ", ".join(f"{count} {status.value}" for status, count in home.count(spec.step).items() if count)
+    counts = ", ".join(f"{count} {status.value}" for status, count in part.count(spec.step).items() if count)
     wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
     return (
         f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are "
-        f"{spec.status.value}{wanted} in partition {home.name!r}; it holds {counts or 'nothing'}, {home.leased} leased"
+        f"{spec.status.value}{wanted} in partition {part.name!r}; it holds {counts or 'nothing'}, {part.leased} leased"
     )
 
 

@@ -43,10 +43,10 @@ class Intake:
             store.admission.take(len(new))
         else:
             await store.admission.admit(len(new), 0)
-        home = store.partition(partition)
-        still = _unknown(home, new)  # another call may have issued them while this one waited
+        part = store.partition(partition)
+        still = _unknown(part, new)  # another call may have issued them while this one waited
         store.admission.leave(len(new) - len(still))
-        store.touched(home, [store.issue(home, key, step, given.get(key), group) for key in still])
+        store.touched(part, [store.issue(part, key, step, given.get(key), group) for key in still])
         await store.journal.durable()
         return tuple(still)
 
@@ -62,11 +62,11 @@ class Intake:
         store.check()
         frames = framed(rows)
         given = checked_tags(tags) if tags else _NO_TAGS
-        home = store.partitions[partition]
-        room = self._look(home, frames, lease)
-        if room and not store.admission.enter_now(room, _size_of_new(home, frames)):
-            home, room = await self._admit(partition, frames, lease)
-        self._write(home, frames, given, status, room)
+        part = store.partitions[partition]
+        room = self._look(part, frames, lease)
+        if room and not store.admission.enter_now(room, _size_of_new(part, frames)):
+            part, room = await self._admit(partition, frames, lease)
+        self._write(part, frames, given, status, room)
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
@@ -74,53 +74,53 @@ class Intake:
         """Check the lease and admit the new rows, waiting if necessary; returns the partition and how
         many."""
         store = self._store
-        home = store.partition(partition)
-        room = self._look(home, frames, lease)
-        if not room or store.admission.enter_now(room, _size_of_new(home, frames)):
-            return home, room
-        await store.admission.admit(room, _size_of_new(home, frames))
-        home = store.partition(partition)
+        part = store.partition(partition)
+        room = self._look(part, frames, lease)
+        if not room or store.admission.enter_now(room, _size_of_new(part, frames)):
+            return part, room
+        await store.admission.admit(room, _size_of_new(part, frames))
+        part = store.partition(partition)
         try:
-            self._look(home, frames, lease)
+            self._look(part, frames, lease)
         except LeaseLost:
             store.admission.leave(room)
             store.admission.serve()
             raise
-        return home, room
+        return part, room
 
-    def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
+    def _write(self, part: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
         """Write to memory and the open journal batch without waiting; `room` new rows were admitted
         before."""
         store = self._store
         written = []
         for key, columns in frames.items():
-            row = home.rows.get(key)
+            row = part.rows.get(key)
             if row is None and room and type(columns) is dict and key.endswith("_0"):
                 room -= 1
-                row = store.arrive(home, key, columns, status)
+                row = store.arrive(part, key, columns, status)
                 if tags and key in tags:
                     store.tag(row, tags[key])
                 written.append(row)
                 continue
             if row is None:
-                row = self._unannounced(home, key, status)
+                row = self._unannounced(part, key, status)
                 if room:
                     room -= 1
                 else:
                     store.admission.enter()
             if tags and key in tags:
                 store.tag(row, tags[key])
-            store.write(home, row, columns, status)
+            store.write(part, row, columns, status)
             if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
-                store.drop_lease(home, row)
+                store.drop_lease(part, row)
             written.append(row)
         if room:
             store.admission.leave(room)
-        store.touched(home, written)
-        if home.filter is not None:
-            store.filter_complete(home, written)
+        store.touched(part, written)
+        if part.filter is not None:
+            store.filter_complete(part, written)
 
-    def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
+    def _look(self, part: Partition, keys: Iterable[str], lease: Lease | None) -> int:
         """Raise `LeaseLost` for a late writer or one without the lease; returns how many rows need
         admission."""
         store = self._store
@@ -129,49 +129,49 @@ class Intake:
             store.leases.check(lease, keys)
         new = 0
         for key in keys:
-            row = home.rows.get(key)
+            row = part.rows.get(key)
             if row is None:
-                if store.is_settled(home, key):
+                if store.is_settled(part, key):
                     raise LeaseLost(
-                        f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
+                        f"row {key} of {part.name!r} was trained, dead-lettered or evicted already; drop this work"
                     )
-                if key.endswith("_0") or store.sibling(home, key) is None:
+                if key.endswith("_0") or store.sibling(part, key) is None:
                     new += 1
             elif lease is None and row.lease is not None and row.lease.produces:
                 raise LeaseLost(
-                    f"row {key} of {home.name!r} is being made under lease {row.lease.id}; write with that lease"
+                    f"row {key} of {part.name!r} is being made under lease {row.lease.id}; write with that lease"
                 )
         return new
 
-    def _unannounced(self, home: Partition, key: str, status: RowStatus) -> Row:
+    def _unannounced(self, part: Partition, key: str, status: RowStatus) -> Row:
         """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the
         next."""
-        sibling = None if key.endswith("_0") else self._store.sibling(home, key)
+        sibling = None if key.endswith("_0") else self._store.sibling(part, key)
         if sibling is None:
-            return self._store.issue(home, key, self._store.last_step + 1, None, None, status)
+            return self._store.issue(part, key, self._store.last_step + 1, None, None, status)
         policy = None if sibling.group is None else sibling.group.policy
-        return self._store.issue(home, key, sibling.step, None, policy, status)
+        return self._store.issue(part, key, sibling.step, None, policy, status)
 
     async def put_tags(self, partition: str, tags: Tags) -> None:
         store = self._store
         given = checked_tags(tags)
-        home = store.partition(partition)
-        rows = [store.row(home, key) for key in given]
+        part = store.partition(partition)
+        rows = [store.row(part, key) for key in given]
         for row in rows:
             store.tag(row, given[row.key])
-        store.touched(home, rows)
-        store.filter_complete(home, rows)
+        store.touched(part, rows)
+        store.filter_complete(part, rows)
         await store.journal.durable()
 
 
-def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
-    return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
+def _unknown(part: Partition, keys: Sequence[str]) -> list[str]:
+    return [key for key in dict.fromkeys(keys) if key not in part.rows and key not in part.settled]
 
 
-def _size_of_new(home: Partition, frames: Frames) -> int:
+def _size_of_new(part: Partition, frames: Frames) -> int:
     size = 0
     for key, columns in frames.items():
-        if key not in home.rows:
+        if key not in part.rows:
             for frame in columns.values():
                 size += len(frame)
     return size

@@ -57,10 +57,10 @@ def load(connection: sqlite3.Connection, spill: SpillFiles, admission: Admission
                     moved.append((pack_id, frames))
                 row.packs = (pack_id & ((1 << PACK_SHIFT) - 1)) + 1
             next_packs = next(packs, None)
-        home = state.partition(partition)
-        home.add(row)
+        part = state.partition(partition)
+        part.add(row)
         if group is not None:
-            home.join(row, group, GroupPolicy(policy))
+            part.join(row, group, GroupPolicy(policy))
         admission.enter()
         state.next_id = row_id + 1
         state.next_arrival = max(state.next_arrival, arrival + 1)
@@ -135,8 +135,8 @@ def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
             for key in keys:
                 dead.pop((partition, key), None)
     for partition, keys in ended.items():
-        home = state.partition(partition)
+        part = state.partition(partition)
         for key in keys:
-            home.settled.add(key)
+            part.settled.add(key)
     state.dead = [(partition, key, step, told) for (partition, key), (step, told) in dead.items()]
     state.last_step = max((step for step, net in steps.items() if net > 0), default=0)

@@ -75,18 +75,18 @@ class Store:
     def partition(self, name: str) -> Partition:
         return self.partitions[name]
 
-    def row(self, home: Partition, key: str) -> Row:
-        row = home.rows.get(key)
+    def row(self, part: Partition, key: str) -> Row:
+        row = part.rows.get(key)
         if row is None:
-            where = f"row {key} is not in flight in partition {home.name!r}"
-            if self.is_settled(home, key):
+            where = f"row {key} is not in flight in partition {part.name!r}"
+            if self.is_settled(part, key):
                 raise LeaseLost(f"{where}: it was settled already (trained, dead-lettered or evicted)")
             raise DataPlaneError(f"{where}: it was never issued")
         return row
 
     def issue(
         self,
-        home: Partition,
+        part: Partition,
         key: str,
         step: int,
         tags: Mapping[str, Any] | None,
@@ -94,17 +94,17 @@ class Store:
         status: RowStatus = RowStatus.PENDING,
     ) -> Row:
         """Add a new row that was admitted before; the caller calls `touched` once its columns are set."""
-        row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {}, status)
+        row = Row(self._next_id, part.name, key, step, dict(tags) if tags else {}, status)
         self._next_id += 1
-        home.add(row)
+        part.add(row)
         if group is not None:
-            home.join(row, row.sort[0], group)
+            part.join(row, row.sort[0], group)
         changes = self.journal.changes
         changes.dirty[row.id] = row
-        changes.facts["issued", home.name, step, None].append(key)
+        changes.facts["issued", part.name, step, None].append(key)
         return row
 
-    def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
+    def arrive(self, part: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
         """`issue` and `write` in one, for a row that was not issued: it belongs to the step after the last
         acked one."""
         row_id = self._next_id
@@ -116,40 +116,40 @@ class Store:
             self._next_arrival = arrival + 1
         pack_id = row_id << PACK_SHIFT
         columns, resident = self._keep(pack_id, frames)
-        row = Row(row_id, home.name, key, step, {}, status, columns, arrival, 1, resident)
-        home.add(row)
+        row = Row(row_id, part.name, key, step, {}, status, columns, arrival, 1, resident)
+        part.add(row)
         changes = self.journal.changes
         changes.dirty[row_id] = row
         changes.packs += (pack_id, pack(columns))
-        changes.facts["issued", home.name, step, None].append(key)
+        changes.facts["issued", part.name, step, None].append(key)
         return row
 
-    def is_settled(self, home: Partition, key: str) -> bool:
+    def is_settled(self, part: Partition, key: str) -> bool:
         """Whether a row that is not in flight was settled. A further output counts as settled together with
         the first output of its session: it is too late and must not be issued as a new row."""
-        if key in home.settled:
+        if key in part.settled:
             return True
         if key.endswith("_0"):
             return False
         prompt, session, index = split_key(key)
-        return index > 0 and f"{prompt}_{session}_0" in home.settled
+        return index > 0 and f"{prompt}_{session}_0" in part.settled
 
-    def sibling(self, home: Partition, key: str) -> Row | None:
+    def sibling(self, part: Partition, key: str) -> Row | None:
         """The first output of the same session: further outputs belong to its step and its group."""
         prompt, session, index = split_key(key)
-        return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
+        return part.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
-    def touched(self, home: Partition, rows: list[Row]) -> None:
+    def touched(self, part: Partition, rows: list[Row]) -> None:
         """Mark these rows as changed, so that views and waiting claims see them."""
-        home.touch(rows)
-        if home.claims_waiting or home.watches:
-            self.on_change(home)
+        part.touch(rows)
+        if part.claims_waiting or part.watches:
+            self.on_change(part)
 
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
         row.tags.update(tags)
         self.journal.changes.dirty[row.id] = row
 
-    def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
+    def write(self, part: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
         """Add or replace columns of a row, and set its status."""
         changes = self.journal.changes
         columns = row.columns
@@ -166,7 +166,7 @@ class Store:
         columns.update(cells)
         changes.packs += (pack_id, pack(cells))
         if row.status is not status:
-            home.set_status(row, status)
+            part.set_status(row, status)
             changes.dirty[row.id] = row
         if row.arrival == 0 and status is RowStatus.FINISHED:
             row.arrival = self._next_arrival
@@ -198,37 +198,37 @@ class Store:
     def _on_disk(self, ref: SpillRef) -> None:
         del self._spilling[ref]
 
-    def drop_lease(self, home: Partition, row: Row) -> None:
+    def drop_lease(self, part: Partition, row: Row) -> None:
         if row.lease is not None:
-            home.leased -= 1
+            part.leased -= 1
             self.leases.drop(row)
 
-    def grant(self, home: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
+    def grant(self, part: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
         """Grant a lease on rows just taken from this view of the partition."""
         produces = view.spec.status is not RowStatus.FINISHED
         if produces:
             for row in rows:
-                home.set_status(row, RowStatus.RUNNING)
+                part.set_status(row, RowStatus.RUNNING)
                 row.attempts += 1
                 self.journal.changes.dirty[row.id] = row
         held = self.leases.grant(rows, seconds, produces)
-        home.leased += len(rows)
-        home.touch(rows, but=view)
+        part.leased += len(rows)
+        part.touch(rows, but=view)
         return held
 
     def give_back(self, row: Row) -> None:
         """Release a leased row for the next claim; a row that was being made becomes pending again."""
-        home = self.partitions[row.partition]
+        part = self.partitions[row.partition]
         produces = row.lease is not None and row.lease.produces
-        self.drop_lease(home, row)
+        self.drop_lease(part, row)
         if produces and row.status is RowStatus.RUNNING:
-            home.set_status(row, RowStatus.PENDING)
-        home.touch((row,))
-        self.on_change(home)
+            part.set_status(row, RowStatus.PENDING)
+        part.touch((row,))
+        self.on_change(part)
 
-    def trained(self, home: Partition, rows: list[Row], step: int) -> None:
+    def trained(self, part: Partition, rows: list[Row], step: int) -> None:
         changes = self.journal.changes
-        keys = changes.facts["trained", home.name, step, None]
+        keys = changes.facts["trained", part.name, step, None]
         ids = changes.trained.setdefault(step, [])
         for row in rows:
             keys.append(row.key)
@@ -236,31 +236,31 @@ class Store:
         if self._retain is Retain.UNTIL_ACK:
             changes.packs_gone += [row.id for row in rows]
             self._note_spills(rows)
-        self._remove(home, rows)
+        self._remove(part, rows)
 
-    def taken_out(self, home: Partition, rows: list[Row], kind: str, told: str) -> None:
+    def taken_out(self, part: Partition, rows: list[Row], kind: str, told: str) -> None:
         """Remove rows as dead or evicted."""
         changes = self.journal.changes
-        home.removed[kind, kind_of_reason(told)] += len(rows)
+        part.removed[kind, kind_of_reason(told)] += len(rows)
         for row in rows:
-            changes.facts[kind, home.name, row.step, told].append(row.key)
+            changes.facts[kind, part.name, row.step, told].append(row.key)
             changes.rows_gone.append(row.id)
             if kind == "dead":
-                changes.then.append(partial(self.dead_letters.append, home.name, row.key, row.step, told))
+                changes.then.append(partial(self.dead_letters.append, part.name, row.key, row.step, told))
         self._note_spills(rows)
-        self._remove(home, rows)
+        self._remove(part, rows)
 
     def _note_spills(self, rows: list[Row]) -> None:
         if any(isinstance(cell, SpillRef) for row in rows for cell in row.columns.values()):
             self.journal.changes.spills_gone = True
 
-    def _remove(self, home: Partition, rows: list[Row]) -> None:
+    def _remove(self, part: Partition, rows: list[Row]) -> None:
         size = 0
         listed: list[Row] = []
         for row in rows:
             lease = row.lease
             if lease is not None:
-                home.leased -= 1
+                part.leased -= 1
                 self.leases.drop(row)
             if (
                 lease is None
@@ -271,19 +271,19 @@ class Store:
                 listed.append(row)  # the other rows left all views when they were leased
             row.gone = True
             size += row.resident
-        home.remove(rows, listed)
+        part.remove(rows, listed)
         self.admission.leave(len(rows), size)
         self.admission.serve()
-        if home.claims_waiting or home.watches:
-            self.on_change(home)
+        if part.claims_waiting or part.watches:
+            self.on_change(part)
 
-    def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
+    def filter_complete(self, part: Partition, rows: Iterable[Row]) -> None:
         """Apply the filter to the groups of these rows that are complete, and evict those it gives a reason
         for."""
-        rule = home.filter
+        rule = part.filter
         if rule is None:
             return
-        for group in {row.group for row in rows if row.group is not None and row.key in home.rows}:
+        for group in {row.group for row in rows if row.group is not None and row.key in part.rows}:
             members = sorted(group.members, key=lambda member: member.sort)
             if any(
                 member.status is not RowStatus.FINISHED or rule.tag not in member.tags for member in members
@@ -291,7 +291,7 @@ class Store:
                 continue
             reason = rule.rule([member.tags[rule.tag] for member in members])
             if reason is not None:
-                self.taken_out(home, members, "evicted", detail(reason))
+                self.taken_out(part, members, "evicted", detail(reason))
 
     def expire(self) -> None:
         """Release the rows of expired leases."""

@@ -110,7 +110,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         """The meta of these rows for a remote `QueueReader`; columns that the queue lacks are uploaded
         first."""
         rows, _ = self._wanted(meta, fields)
-        store, home = self._store, self._home(meta.partition)
+        store, part = self._store, self._part(meta.partition)
         frames: dict[str, dict[str, bytes]] = {row.key: {} for row in rows}
         for name in fields:
             lacking = [row for row in rows if not store.is_shelved(row, name)]
@@ -118,19 +118,19 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
                 frames[row.key][name] = frame
         frames = {key: columns for key, columns in frames.items() if columns}
         if frames:
-            store.uploading(home, frames)
+            store.uploading(part, frames)
             try:
                 arrived = await self.uploads.put(meta.partition, frames)
             finally:
-                store.uploaded(home, frames)
+                store.uploaded(part, frames)
             if not arrived:
                 raise DataPlaneError(
                     f"TransferQueue is lost ({self.uploads.lost}); read rows from the plane itself"
                 )
             for key, columns in frames.items():
-                if key in home.rows:
-                    new = [name for name in columns if not store.is_shelved(home.rows[key], name)]
-                    store.shelve(home, home.rows[key], dict.fromkeys(new, 0))
+                if key in part.rows:
+                    new = [name for name in columns if not store.is_shelved(part.rows[key], name)]
+                    store.shelve(part, part.rows[key], dict.fromkeys(new, 0))
         marks = store.marks(rows, fields)
         return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra, marks)
 
@@ -167,9 +167,9 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     async def clear_orphans(self) -> int:
         """Remove from the queue what dead or late writers left there; returns how many copies of rows."""
         found = 0
-        for name, home in list(self._store.partitions.items()):
+        for name, part in list(self._store.partitions.items()):
             known = await self.uploads.keys(name)
-            gone = self._store.orphans(home, known)
+            gone = self._store.orphans(part, known)
             self.uploads.clear(name, gone)
             found += len(gone)
         return found
@@ -201,7 +201,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         )
 
     def _queue_keys(self, meta: BatchMeta) -> list[str]:
-        rows = self._home(meta.partition).rows
+        rows = self._part(meta.partition).rows
         return [
             self._store.queue_key(rows[key], meta.fields or tuple(rows[key].columns)) if key in rows else key
             for key in meta.keys

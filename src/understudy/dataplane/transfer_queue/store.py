@@ -76,10 +76,10 @@ class QueueStore(Store):
             )
         return queue_key(row.key, marks.pop() if marks else "")
 
-    def overwriting(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+    def overwriting(self, part: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """Call before these columns change: the queue's current copies are no longer read."""
         for key, columns in frames.items():
-            row = home.rows.get(key)
+            row = part.rows.get(key)
             if row is not None and row.id in self._shelved:
                 marks = self._marks.get(row.id, {})
                 for name in columns:
@@ -88,27 +88,27 @@ class QueueStore(Store):
                 row.resident -= size
                 self.admission.leave(0, size)
 
-    def uploading(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+    def uploading(self, part: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """Record the start of an upload: from now on the queue may hold any value in these columns."""
         for key in frames:
-            self._known(home.name, key).add(key)
-        self._on_the_way.update((home.name, key, name) for key, names in frames.items() for name in names)
+            self._known(part.name, key).add(key)
+        self._on_the_way.update((part.name, key, name) for key, names in frames.items() for name in names)
 
-    def uploaded(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+    def uploaded(self, part: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """Record the end of an upload, successful or not."""
         for key, names in frames.items():
             for name in names:
-                place = (home.name, key, name)
+                place = (part.name, key, name)
                 self._on_the_way[place] -= 1
                 if not self._on_the_way[place]:
                     del self._on_the_way[place]
 
-    def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
+    def shelve(self, part: Partition, row: Row, sizes: Mapping[str, int]) -> None:
         """Record columns that arrived and whose bytes are counted, except where another upload is replacing
         them."""
         uploads = self._shelved.setdefault(row.id, {})
         for name, size in sizes.items():
-            if (home.name, row.key, name) in self._on_the_way:
+            if (part.name, row.key, name) in self._on_the_way:
                 self.admission.leave(0, size)
             else:
                 uploads[name] = size
@@ -117,24 +117,24 @@ class QueueStore(Store):
     def _known(self, partition: str, key: str) -> set[str]:
         return self._uploaded.setdefault(partition, {}).setdefault(key, set())
 
-    def write(self, home: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
+    def write(self, part: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
         if not isinstance(frames, Written):
-            super().write(home, row, frames, status)
+            super().write(part, row, frames, status)
             return
-        self._adopt(home, row, frames)
+        self._adopt(part, row, frames)
         changes = self.journal.changes
         if row.status is not status:
-            home.set_status(row, status)
+            part.set_status(row, status)
             changes.dirty[row.id] = row
         if row.arrival == 0 and status is RowStatus.FINISHED:
             row.arrival = self._next_arrival
             self._next_arrival += 1
             changes.dirty[row.id] = row
 
-    def _adopt(self, home: Partition, row: Row, written: Written) -> None:
+    def _adopt(self, part: Partition, row: Row, written: Written) -> None:
         """Record columns that a remote process wrote into the run directory and perhaps the queue."""
         changes = self.journal.changes
-        self.overwriting(home, {row.key: written.cells})
+        self.overwriting(part, {row.key: written.cells})
         pack_id = (row.id << PACK_SHIFT) + row.packs
         row.packs += 1
         for name, cell in written.cells.items():
@@ -152,9 +152,9 @@ class QueueStore(Store):
         row.columns.update(written.cells)
         changes.packs += (pack_id, pack(written.cells))
         self.writer_segments.noted(written)
-        self._shelve_adopted(home, row, written)
+        self._shelve_adopted(part, row, written)
 
-    def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
+    def _shelve_adopted(self, part: Partition, row: Row, written: Written) -> None:
         """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the
         queue."""
         if self.uploads is None or self.uploads.lost is not None or not written.queued:
@@ -164,10 +164,10 @@ class QueueStore(Store):
             name: cell.length if isinstance(cell := cells[name], SpillRef) else 0 for name in written.queued
         }
         if not self.admission.hold(sum(sizes.values())):
-            self.reject(home.name, {row.key: written})
+            self.reject(part.name, {row.key: written})
             return
         # The name is unique to this write, so other uploads of this row cannot overwrite it.
-        self._known(home.name, row.key).add(queue_key(row.key, written.mark))
+        self._known(part.name, row.key).add(queue_key(row.key, written.mark))
         self._shelved.setdefault(row.id, {}).update(sizes)
         self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
         row.resident += sum(sizes.values())
@@ -179,14 +179,14 @@ class QueueStore(Store):
                 partition, [queue_key(key, written.mark) for key, written in rows.items() if written.queued]
             )
 
-    def orphans(self, home: Partition, names: Iterable[str]) -> list[str]:
+    def orphans(self, part: Partition, names: Iterable[str]) -> list[str]:
         """Those of the queue's names whose row and session are not in flight: their writer died before it
         announced them, or was too late."""
         return [
             name
             for name in names
-            if (key := row_of(name)) not in home.rows
-            and "{}_{}_0".format(*split_key(key)[:2]) not in home.rows
+            if (key := row_of(name)) not in part.rows
+            and "{}_{}_0".format(*split_key(key)[:2]) not in part.rows
         ]
 
     def forget(self, partition: str, keys: Iterable[str]) -> None:
@@ -202,12 +202,12 @@ class QueueStore(Store):
         self._shelved.clear()
         self._marks.clear()
 
-    def _remove(self, home: Partition, rows: list[Row]) -> None:
-        super()._remove(home, rows)
+    def _remove(self, part: Partition, rows: list[Row]) -> None:
+        super()._remove(part, rows)
         for row in rows:
             self._shelved.pop(row.id, None)
             self._marks.pop(row.id, None)
-        self.forget(home.name, [row.key for row in rows])
+        self.forget(part.name, [row.key for row in rows])
 
     def install(self, state: Loaded) -> None:
         self.forget_all()
@@ -232,26 +232,26 @@ class QueueIntake(Intake):
         store = self._queue
         store.check()
         frames, given = framed(rows), checked_tags(tags)
-        home, room = await self._admit(partition, frames, lease)
-        store.overwriting(home, frames)
+        part, room = await self._admit(partition, frames, lease)
+        store.overwriting(part, frames)
         epoch, held = store.leases.epoch, self._hold(frames)
         try:
-            arrived = await self._upload(home, frames, held)
+            arrived = await self._upload(part, frames, held)
             store.check()
             if store.leases.epoch != epoch:
                 raise DataPlaneError("the plane was rewound while these rows were on their way")
-            self._look(home, frames, lease)
+            self._look(part, frames, lease)
         except BaseException:
             if store.leases.epoch == epoch and store.refusal is None:
                 # Otherwise the plane is closed or rewound, and all counts start anew.
-                self._undo(home, frames, held, room)
+                self._undo(part, frames, held, room)
             raise
         # Again: a remote writer's columns may have been adopted during the upload.
-        store.overwriting(home, frames)
-        self._write(home, frames, given, status, room)
+        store.overwriting(part, frames)
+        self._write(part, frames, given, status, room)
         for key, sizes in held.items():
-            if arrived and key in home.rows:
-                store.shelve(home, home.rows[key], sizes)
+            if arrived and key in part.rows:
+                store.shelve(part, part.rows[key], sizes)
             else:
                 store.admission.leave(0, sum(sizes.values()))
         await store.journal.durable()
@@ -267,14 +267,14 @@ class QueueIntake(Intake):
     ) -> BatchMeta:
         """`put` of rows whose columns a remote process has written."""
         store, given = self._queue, checked_tags(tags)
-        home = store.partition(partition)
+        part = store.partition(partition)
         try:
-            room = self._look(home, rows, lease)
+            room = self._look(part, rows, lease)
             if room:
                 await store.admission.admit(room, 0)
-                home = store.partition(partition)
+                part = store.partition(partition)
                 try:
-                    self._look(home, rows, lease)
+                    self._look(part, rows, lease)
                 except BaseException:
                     store.admission.leave(room)
                     store.admission.serve()
@@ -282,7 +282,7 @@ class QueueIntake(Intake):
         except LeaseLost:
             store.reject(partition, rows)
             raise
-        self._write(home, rows, given, status, room)  # type: ignore[arg-type]
+        self._write(part, rows, given, status, room)  # type: ignore[arg-type]
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))
 
@@ -303,24 +303,24 @@ class QueueIntake(Intake):
                     held[key][name] = len(frame)
         return held
 
-    async def _upload(self, home: Partition, frames: Frames, held: Held) -> bool:
+    async def _upload(self, part: Partition, frames: Frames, held: Held) -> bool:
         uploads = self._queue.uploads
         if uploads is None or not any(held.values()):
             return False
-        self._queue.uploading(home, held)
+        self._queue.uploading(part, held)
         try:
             return await uploads.put(
-                home.name,
+                part.name,
                 {key: {name: frames[key][name] for name in names} for key, names in held.items() if names},
             )
         finally:
-            self._queue.uploaded(home, held)
+            self._queue.uploaded(part, held)
 
-    def _undo(self, home: Partition, frames: Frames, held: Held, room: int) -> None:
+    def _undo(self, part: Partition, frames: Frames, held: Held, room: int) -> None:
         """Revert the counts of rows that were refused after the upload; their copies in the queue are never
         read."""
         admission = self._queue.admission
-        self._queue.overwriting(home, frames)
+        self._queue.overwriting(part, frames)
         admission.leave(room, sum(sum(sizes.values()) for sizes in held.values()))
-        self._queue.forget(home.name, [key for key in frames if key not in home.rows])
+        self._queue.forget(part.name, [key for key in frames if key not in part.rows])
         admission.serve()

@@ -232,14 +232,14 @@ def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
 def _on_master_device(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
     """A float32 copy, in host memory if the optimizer is offloaded; a shard stays a shard, on the same
     ranks."""
-    home = torch.device("cpu") if offload else tensor.device
+    device = torch.device("cpu") if offload else tensor.device
     if not isinstance(tensor, DTensor):
-        return tensor.to(home, torch.float32, copy=True)
+        return tensor.to(device, torch.float32, copy=True)
     mesh = tensor.device_mesh
-    if mesh.device_type != home.type:
+    if mesh.device_type != device.type:
         mesh = _host_mesh(mesh.size())
     return DTensor.from_local(
-        tensor.to_local().to(home, torch.float32, copy=True),
+        tensor.to_local().to(device, torch.float32, copy=True),
         mesh,
         tensor.placements,
         run_check=False,

@@ -90,11 +90,11 @@ class WindowCursor:
         while len(prompts) < count and self._assigned:
             before = self._cursor.state()
             (prompt,) = self._cursor.take(1)
-            home = self._assigned.pop(prompt.key, window)
-            if home == window:
+            own_window = self._assigned.pop(prompt.key, window)
+            if own_window == window:
                 prompts.append(prompt)
             else:
-                self._passed.setdefault(home, []).append(_Passed(prompt, before))
+                self._passed.setdefault(own_window, []).append(_Passed(prompt, before))
         return prompts + self._cursor.take(count - len(prompts))
 
     def _place(self) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
 
 
 def gone_at_the_end(ranks: Any, folder: str) -> Any:
-    """How long the leader takes to send a rank home that is gone already."""
+    """How long the leader takes to dismiss a rank that is gone already."""
     note, policy = Path(folder) / "pid", Policy(qwen3(), settings(), ranks=ranks)
     if ranks.rank != 0:
         note.write_text(str(os.getpid()))
