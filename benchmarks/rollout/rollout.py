@@ -161,7 +161,7 @@ async def open_vllm(
     )
     start = time.perf_counter()
     try:
-        opened = await start_vllm(settings, processes, version=0, patience_s=60, **engine)
+        opened = await start_vllm(settings, processes, version=0, timeout_s=60, **engine)
     except Exception:
         for log in (folder / "logs").glob("*.log"):
             print(log.read_text(errors="replace")[-3000:], flush=True)

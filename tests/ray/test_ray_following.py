@@ -24,16 +24,16 @@ def test_an_end_is_seen_although_the_log_cannot_be_written(
     async def body() -> None:
         processes = await open_on(cluster, tmp_path, layout("crew-0", "crew-1"))
         try:
-            patient = await processes.start("crew-0", "node_child", ["--leave-after", "12"])
+            tolerant = await processes.start("crew-0", "node_child", ["--leave-after", "12"])
             await until(lambda: "process crew-0 says cannot be copied" in caplog.text, within=10)
-            assert patient.alive and "No space left on device" in caplog.text
+            assert tolerant.alive and "No space left on device" in caplog.text
             for_a_while.unlink()
             await until(for_a_while.exists, within=10)
             short = await processes.start("crew-1", "node_child", ["--leave-after", "0.5"])
             await until(lambda: not short.alive, within=20)
             assert short.process.returncode == 7
-            await until(lambda: not patient.alive, within=30)
-            assert patient.process.returncode == 7
+            await until(lambda: not tolerant.alive, within=30)
+            assert tolerant.process.returncode == 7
             said = for_a_while.read_text()
             assert said.startswith("hello from ") and said.endswith("goodbye\n") and said.count("\n") == 2
         finally:

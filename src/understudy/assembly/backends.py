@@ -82,7 +82,7 @@ async def open_plane(
             max_bytes=settings.max_bytes,
             spill_bytes=settings.spill_bytes,
             retain=retain,
-            patience=settings.queue_timeout_seconds,
+            timeout_s=settings.queue_timeout_seconds,
         )
     stack.push_async_callback(plane.close)
     return plane

@@ -95,7 +95,7 @@ class RankProcesses(Monitor):
         self._run = run
         self._size = size
         self._children: dict[int, Child] = {}
-        self._patience = _LEAVE_SECONDS
+        self._leave_s = _LEAVE_SECONDS
         self.here = [rank for rank in range(size) if not rank or not processes.is_remote(f"rank-{rank}")]
         """Ranks on the trainer's machine."""
         apart = len(self.here) < size
@@ -132,13 +132,13 @@ class RankProcesses(Monitor):
 
     def end_at_once(self) -> None:
         """From now on neither the ranks nor a call that involves them is waited for."""
-        self._patience = 0.0
+        self._leave_s = 0.0
         self._loss = self._loss or RankLost("the ranks were ended with the run")
 
     async def close(self) -> None:
         """Waits for the ranks to end after a stop command, and ends those that do not."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience
+        deadline = loop.time() + self._leave_s
         while any(child.alive for child in self._children.values()) and loop.time() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))

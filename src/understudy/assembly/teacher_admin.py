@@ -54,7 +54,7 @@ async def open_for_requests(run: RunDir, teachers: Teachers) -> AsyncIterator[No
             await listening
 
 
-def ask_run(path: Path, request: Mapping[str, Any], patience: float = 600.0) -> dict[str, Any]:
+def ask_run(path: Path, request: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
     """Send a request to a running run and wait for its answer.
 
     A request is `{"do": "list" | "add" | "remove", "teacher": …, …}`."""
@@ -65,12 +65,14 @@ def ask_run(path: Path, request: Mapping[str, Any], patience: float = 600.0) -> 
     if not folder_of(run).is_dir():
         raise TeacherError(f"{path} has not started its teachers yet; ask again in a moment")
     write_atomically(asked, json.dumps(dict(request)))
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout_s
     while not done.exists():
         try:
             _check_running(run)
             if time.monotonic() > until:
-                raise TeacherError(f"{path} did not answer within {patience:.0f} s; its log is in {run.logs}")
+                raise TeacherError(
+                    f"{path} did not answer within {timeout_s:.0f} s; its log is in {run.logs}"
+                )
         except TeacherError:
             asked.unlink(missing_ok=True)
             raise

@@ -70,10 +70,10 @@ class Supervisor:
         node_id = ray.get_runtime_context().get_node_id()
         return {"ready": child.ready, "pid": child.process.pid, "node": address, "node_id": node_id}
 
-    async def follow(self, name: str, offset: int, patience: float) -> ProcessUpdate:
-        """Its log from `offset` on, as soon as there is more or it ends, or after `patience` seconds."""
+    async def follow(self, name: str, offset: int, timeout_s: float) -> ProcessUpdate:
+        """Its log from `offset` on, as soon as there is more or it ends, or after `timeout_s` seconds."""
         log = self._folder.path / f"{name}.log"
-        deadline = asyncio.get_running_loop().time() + patience
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             said = await asyncio.to_thread(_read, log, offset)
             child = self._processes.children.get(name)

@@ -17,8 +17,8 @@ from understudy.config import Recipe
 from understudy.config.rollout import RolloutConfig
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.loggers.logged_metrics import missing_loggers
-from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
+from understudy.observability.slow_work import SlowWork
 from understudy.planning.data_checks import (
     Lacked,
     check_rows,
@@ -137,7 +137,7 @@ def preflight(
     is only checked, or its models are loaded on other machines, it is a note. `new_run`: run.dir must be free."""
     look_in(recipe.run.python_path)
     findings = findings or Findings()
-    patience = Patience(enabled=progress)
+    slow = SlowWork(enabled=progress)
     problems: list[str] = []
 
     def attempt(action: Callable[[], Any]) -> Any:
@@ -193,20 +193,20 @@ def preflight(
         sources, name = getattr(recipe.data, key), f"data.{key}"
         if not sources:
             continue
-        with patience.work(f"reading {name}"):
+        with slow.work(f"reading {name}"):
             dataset = attempt(lambda sources=sources, name=name: load_dataset(sources, name))  # type: ignore[misc]
         if dataset is None:
             continue
         shown = dataset.with_pictures()
         unread = picture_problems(recipe, dataset, name, student, folders) if shown else []
         problems += unread
-        with patience.work(f"checking the rows of {name}", len(dataset)) as advance:
+        with slow.work(f"checking the rows of {name}", len(dataset)) as advance:
             # The chat template of a student that reads no pictures cannot render them: the line above says why.
             checked = check_rows(recipe, dataset, name, limits[key], None if unread else measure, advance)
         problems += checked.problems
         findings.notes += checked.notes
         if shown:
-            with patience.work(f"looking at the pictures of {name}", len(shown)) as advance:
+            with slow.work(f"looking at the pictures of {name}", len(shown)) as advance:
                 found = attempt(
                     lambda dataset=dataset, name=name, advance=advance: look_at_pictures(  # type: ignore[misc]
                         recipe, dataset, name, advance
@@ -229,7 +229,7 @@ def preflight(
                 problems += written.problems
                 findings.notes += written.notes
     if recipe.data.reward:
-        with patience.work("asking the reward about the first rows"):
+        with slow.work("asking the reward about the first rows"):
             reward = check_reward(recipe, read)
         problems += reward.problems
         findings.notes += reward.notes

@@ -52,7 +52,7 @@ from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.row_columns import PARTITION
-from understudy.trainers.stopping import PATIENCE_S, Interrupts
+from understudy.trainers.stopping import STOP_WAIT_S, Interrupts
 from understudy.trainers.sync import train_sync
 from understudy.viewer.frozen import write_report
 
@@ -252,7 +252,7 @@ async def _attempt(
             for party in (system.learner.policy, system.learner.critic):
                 if isinstance(party, LeadingPolicy | RemoteCritic):
                     # If ranks or critic are given up, nothing more can be saved: the run leaves from then on.
-                    stop.when_told(partial(party.stop_soon, PATIENCE_S, partial(stop.leaving, last_words)))
+                    stop.when_told(partial(party.stop_soon, STOP_WAIT_S, partial(stop.leaving, last_words)))
             await system.state.plane.rewind(
                 checkpoint.step if checkpoint else 0, keep_rows=not system.learner.settings.deterministic
             )

@@ -233,8 +233,8 @@ class Monitor:
         """From now on the end of a process is expected."""
         self._exit_expected = True
 
-    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Called on a stop request. A process that does nothing counts as lost after `patience_s` from now on."""
-        self._silence_s, self._on_giving_up = patience_s, on_giving_up
+    def stop_soon(self, timeout_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Called on a stop request. A process that does nothing counts as lost after `timeout_s` from now on."""
+        self._silence_s, self._on_giving_up = timeout_s, on_giving_up
         for one in self._watched.values():
             one.silent_s = one.looked = 0.0

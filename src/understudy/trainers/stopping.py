@@ -3,7 +3,7 @@
 | event                                 | effect                                                       |
 |---------------------------------------|--------------------------------------------------------------|
 | first SIGINT, SIGTERM or SIGHUP       | finish the step, save the last finished step, exit           |
-| the step still waits after PATIENCE_S | cancel the wait (rows, a publish, an evaluation), save, exit |
+| the step still waits after STOP_WAIT_S | cancel the wait (rows, a publish, an evaluation), save, exit |
 | still closing LEAVE_S after the save  | end child processes and this process                         |
 | second SIGINT or SIGTERM              | end child processes and this process                         |
 | signal not handled for DEAF_S         | the same: a coroutine blocks the event loop                  |
@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 EXIT_NOW = 130
-PATIENCE_S = 8.0
+STOP_WAIT_S = 8.0
 """How long a step may go on waiting after the first interrupt."""
 LEAVE_S = 12.0
 """How long processes and connections may take to close after the save."""
@@ -57,7 +57,7 @@ CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
 
 
 class Abandoned(Exception):
-    """A wait was cancelled because it had not ended `PATIENCE_S` after a stop request."""
+    """A wait was cancelled because it had not ended `STOP_WAIT_S` after a stop request."""
 
 
 class Interrupts:
@@ -99,7 +99,7 @@ class Interrupts:
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which waits for other tasks or processes. `Abandoned` if it is not done
-        `PATIENCE_S` after a stop request. After one abandoned wait every later one is abandoned too: an
+        `STOP_WAIT_S` after a stop request. After one abandoned wait every later one is abandoned too: an
         evaluation must not use weights whose publish was abandoned.
 
         On `Abandoned` or a cancellation the caller next closes what `work` uses. So `work` gets `_CANCEL_S`
@@ -112,7 +112,7 @@ class Interrupts:
         try:
             await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                await asyncio.wait({task}, timeout=PATIENCE_S)
+                await asyncio.wait({task}, timeout=STOP_WAIT_S)
             if task.done():
                 return task.result()
         finally:
@@ -203,7 +203,7 @@ class Interrupts:
             action()
         if self.training:
             self._on_first(
-                f"{number.name}: finishing this step (or giving it up after {PATIENCE_S:.0f} s of waiting), then saving; "
+                f"{number.name}: finishing this step (or giving it up after {STOP_WAIT_S:.0f} s of waiting), then saving; "
                 "once more to leave at once"
             )
         elif self._task is not None:

@@ -301,17 +301,17 @@ def _join(order: GroupOrder, address: str) -> Any:
     Raises `RuntimeError` if the other members do not join in time. Each group has its own connection to the
     store, because a waiting call blocks its connection for all other users.
     """
-    patience = timedelta(seconds=order.stall_s)
-    store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=patience)
+    timeout = timedelta(seconds=order.stall_s)
+    store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=timeout)
     if _is_nccl(order):
         nccl: Any = dist.ProcessGroupNCCL
         wishes = nccl.Options()
-        wishes._timeout = patience
+        wishes._timeout = timeout
         with _failures_are_ours():
             return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = patience
+    options._timeout = timeout
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(dist.PrefixStore(order.name, store), order.rank, order.size, options)
 

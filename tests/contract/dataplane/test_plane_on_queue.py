@@ -158,7 +158,7 @@ def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: 
         good = plane.uploads
         deaf = [{**unit, "ports": dict.fromkeys(unit["ports"], 9)} for unit in good.link.address.units]
         link = QueueLink.connect(QueueAddress(good.link.address.controller, tuple(deaf)))
-        plane._store.uploads = QueueUploads(link, patience=1.5)
+        plane._store.uploads = QueueUploads(link, timeout_s=1.5)
         try:
             await plane.put("train", {"b_0_0": row(2)})
             assert plane.uploads.lost is not None

@@ -72,7 +72,7 @@ def wire(dialect: str) -> Opened:
                 max_length=CONTEXT,
                 version=0,
                 snapshots=folder,
-                patience_s=10,
+                timeout_s=10,
             )
             yield engine
             await engine.close()
@@ -94,7 +94,7 @@ async def real_vllm(
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     settings = VLLMSettings(VLLM_PYTHON, str(folder / "student"), CONTEXT, 32, "float32", options, (env,))
     try:
-        engine = await start_vllm(settings, processes, version=0, snapshots=folder, patience_s=400)
+        engine = await start_vllm(settings, processes, version=0, snapshots=folder, timeout_s=400)
         try:
             yield engine
         finally:

@@ -52,7 +52,7 @@ def test_requests_that_reach_a_paused_server_are_sent_back_at_once(
         url = f"http://127.0.0.1:{front.servers[0].sockets[0].getsockname()[1]}"
         engine = RemoteEngine(
             DIALECTS["vllm"], [Endpoint(url, token="t0ken")], model="student", max_length=CONTEXT, version=0,
-            snapshots=tmp_path, patience_s=10,
+            snapshots=tmp_path, timeout_s=10,
         )  # fmt: skip
         long = asyncio.create_task(engine.generate(requests(2, Sampling(CONTEXT - 20))))
         await until(lambda: turns_of_both)

@@ -65,7 +65,7 @@ def test_a_remote_server_gets_every_version_and_outlives_its_death(
 
     async def body() -> None:
         processes = RemoteProcesses(tmp_path / "logs", start_timeout=120)
-        engine = await start_vllm(settings, processes, version=0, patience_s=100)
+        engine = await start_vllm(settings, processes, version=0, timeout_s=100)
         try:
             (child,) = engine.children.values()
             url = child.ready["url"]

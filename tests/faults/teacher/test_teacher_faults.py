@@ -221,8 +221,10 @@ def assert_caught(trial: Trial, lies: list[str]) -> None:
 
 def test_no_kind_of_lie_reaches_the_loss(fork_server: ReplicaForkServer, model: Path) -> None:
     """A lone replica tells every kind of lie in turn and is kept on purpose, so that it can tell them all."""
-    patient = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
-    options = replace(OPTIONS, max_bad_attempts=10**6, supervisor=replace(OPTIONS.supervisor, health=patient))
+    tolerant = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
+    options = replace(
+        OPTIONS, max_bad_attempts=10**6, supervisor=replace(OPTIONS.supervisor, health=tolerant)
+    )
 
     async def until_all_are_told(trial: Trial) -> None:
         liar = trial.launcher.children["b"]

@@ -27,8 +27,8 @@ def test_an_address_there_cannot_be_is_told_and_ends_nothing(tmp_path: Path, url
         async with open_for_requests(run, Teachers({"add": pool})):
             with pytest.raises(TeacherError):
                 await asyncio.to_thread(
-                    ask_run, tmp_path, {"do": "add", "teacher": "add", "url": url}, patience=10.0
+                    ask_run, tmp_path, {"do": "add", "teacher": "add", "url": url}, timeout_s=10.0
                 )
-            assert await asyncio.to_thread(ask_run, tmp_path, {"do": "list"}, patience=10.0) == {"add": []}
+            assert await asyncio.to_thread(ask_run, tmp_path, {"do": "list"}, timeout_s=10.0) == {"add": []}
 
     asyncio.run(asyncio.wait_for(asked(), 60))

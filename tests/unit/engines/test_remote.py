@@ -95,7 +95,7 @@ class Server:
 def run(servers: list[Server], body: Callable[[RemoteEngine], Any], **settings: Any) -> Any:
     async def inner() -> Any:
         endpoints = [await server.start() for server in servers]
-        options = {"model": "student", "max_length": 64, "patience_s": 1.0, "version": 0, **settings}
+        options = {"model": "student", "max_length": 64, "timeout_s": 1.0, "version": 0, **settings}
         engine = RemoteEngine(DIALECTS["vllm"], endpoints, **options)
         try:
             return await body(engine)
@@ -122,7 +122,7 @@ def test_a_failing_server_costs_nothing_but_a_detour() -> None:
         await engine.generate([request("later")])
         assert len(bad.bodies) == before, "it rests after a row of failures"
 
-    run([bad, good], body, patience_s=20)
+    run([bad, good], body, timeout_s=20)
 
 
 def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
@@ -165,7 +165,7 @@ def test_answers_that_would_poison_a_row_are_refused(changes: dict[str, Any], sa
         run(
             [Server(lambda body: whole(body, **changes))],
             lambda engine: engine.generate([request()]),
-            patience_s=0.2,
+            timeout_s=0.2,
         )
 
 
@@ -174,7 +174,7 @@ def test_an_answer_of_another_shape_is_refused() -> None:
         run(
             [Server(lambda body: {"detail": "?"})],
             lambda engine: engine.generate([request()]),
-            patience_s=0.2,
+            timeout_s=0.2,
         )
 
 
@@ -278,7 +278,7 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
         generations = await engine.generate([request(f"r{i}") for i in range(2)])
         assert len(generations) == 2 and len(good.bodies) == 2
 
-    run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, patience_s=20)
+    run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, timeout_s=20)
 
 
 def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
@@ -300,7 +300,7 @@ def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
         let_go.set()
         assert [len(one.tokens) for one in generations] == [4] * 4 and len(good.bodies) == 4
 
-    run([silent, good], body, patience_s=20)
+    run([silent, good], body, timeout_s=20)
 
 
 def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_weights(
@@ -327,7 +327,7 @@ def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_wei
         assert generation.weight_versions.tolist() == [1] * 4
         assert [one["cache_salt"] for one in server.bodies] == ["weights-0", "weights-1"]
 
-    run([server], body, snapshots=tmp_path, patience_s=20)
+    run([server], body, snapshots=tmp_path, timeout_s=20)
 
 
 def test_balance_by_outstanding_tokens() -> None:

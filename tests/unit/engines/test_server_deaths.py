@@ -41,7 +41,7 @@ def with_two(
             endpoints,
             model="student",
             max_length=64,
-            patience_s=2.0,
+            timeout_s=2.0,
             version=0,
             snapshots=folder,
             **settings,

@@ -77,7 +77,7 @@ def test_one_that_has_not_begun_is_not_silent(tmp_path: Path) -> None:
     assert not looked_at(monitor_of(tmp_path, silence_s=0.1), 0.5)
 
 
-def test_a_request_to_stop_counts_its_patience_from_then_on(tmp_path: Path, rank: psutil.Process) -> None:
+def test_a_request_to_stop_counts_its_timeout_from_then_on(tmp_path: Path, rank: psutil.Process) -> None:
     watching = monitor_of(tmp_path, silence_s=60.0)
     given_up: list[str] = []
     rank.suspend()

@@ -125,7 +125,7 @@ def test_a_straggler_is_overtaken_by_another_replica() -> None:
     running(test, Rig(options=HEDGING))
 
 
-def test_a_fixed_patience_needs_no_experience() -> None:
+def test_a_fixed_delay_needs_no_experience() -> None:
     async def test(rig: Rig) -> None:
         rig.replicas["a"].now = never
         rig.replicas["b"].now = answered

@@ -754,7 +754,7 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
         await rig.clock.advance(2.0)
         return starting
 
-    async def patient() -> None:
+    async def tolerant() -> None:
         rig = Rig("a")
         starting = await start(rig)
         assert not starting.done()
@@ -776,7 +776,7 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
         with pytest.raises(TeacherUnavailable, match="ConnectTimeout"):
             await (await start(Rig("a", external=True)))
 
-    for case in (patient, died, of_others):
+    for case in (tolerant, died, of_others):
         asyncio.run(case())
 
 

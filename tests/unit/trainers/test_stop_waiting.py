@@ -19,8 +19,8 @@ from understudy.trainers.stopping import Abandoned, Interrupts
 
 
 @pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.2)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "STOP_WAIT_S", 0.2)
 
 
 async def soon(value: int) -> int:

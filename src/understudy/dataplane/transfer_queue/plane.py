@@ -37,7 +37,7 @@ from understudy.dataplane.memory.store import Store
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue.segments import WriterSegments, Written
 from understudy.dataplane.transfer_queue.store import INLINE_BYTES, QueueIntake, QueueStore
-from understudy.dataplane.transfer_queue.uploads import PATIENCE, QueueUploads
+from understudy.dataplane.transfer_queue.uploads import TIMEOUT_S, QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import row_of
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
@@ -68,13 +68,13 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         inline_bytes: int = INLINE_BYTES,
         clock: Callable[[], float] = time.monotonic,
         retain: Retain = Retain.UNTIL_SETTLED,
-        patience: float = PATIENCE,
+        timeout_s: float = TIMEOUT_S,
     ) -> Self:
         """Open or create the plane in folder `path`; columns go through `link`, which the caller closes.
 
         `max_bytes` bounds what the queue and the ledger hold together. Columns beyond it, those of
         `spill_bytes` or more, and those written before a restart are read from the folder. Cells below
-        `inline_bytes` stay in the ledger. A queue that does not answer within `patience` seconds is given up;
+        `inline_bytes` stay in the ledger. A queue that does not answer within `timeout_s` seconds is given up;
         no row is lost by that.
         """
         plane = cls.open(
@@ -82,7 +82,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         )
         plane._store.inline_bytes = inline_bytes
         plane._store.disk_bytes = math.inf if spill_bytes is None else spill_bytes
-        plane._store.uploads = QueueUploads(link, patience)
+        plane._store.uploads = QueueUploads(link, timeout_s)
         return plane
 
     @property

@@ -27,7 +27,7 @@ from understudy.types.jagged import Jagged
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 _MOST_BYTES = 256 * 2**20
 """Limit of one upload, unless a single put is larger."""
 Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -51,13 +51,13 @@ class QueueUploads:
     """The queue of uploads and clears, and the task that sends them. Used on one event loop by the plane, or
     by a `RowWriter` in a remote process."""
 
-    def __init__(self, link: QueueLink, patience: float = PATIENCE) -> None:
-        """`patience` is how long one upload or fetch may take before TransferQueue counts as lost."""
+    def __init__(self, link: QueueLink, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s` is how long one upload or fetch may take before TransferQueue counts as lost."""
         self.link = link
         self.bytes_put = 0
         self.bytes_got = 0
         self.lost: str | None = None
-        self._patience = patience
+        self._timeout_s = timeout_s
         self._line: deque[_Put | _Clear] = deque()
         self._worker: asyncio.Task[None] | None = None
 
@@ -83,7 +83,7 @@ class QueueUploads:
         if self.lost is not None:
             return None
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout_s):
                 found = await self.link.get(partition, keys, names, marks or {})
         except Exception as error:
             self._lose(error)
@@ -98,7 +98,7 @@ class QueueUploads:
         if self.lost is not None:
             return []
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout_s):
                 return await self.link.keys(partition)
         except Exception as error:
             self._lose(error)
@@ -127,7 +127,7 @@ class QueueUploads:
         batch = self._next_batch()
         puts = [job for job in batch if isinstance(job, _Put)]
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout_s):
                 if puts:
                     await self._upload(puts)
                 else:

@@ -23,7 +23,7 @@ from understudy.dataplane.frame import FIRST_ARRAY, SpillRef, decode
 from understudy.dataplane.memory.intake import framed
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue.segments import SegmentWriter, Written
-from understudy.dataplane.transfer_queue.uploads import PATIENCE, QueueUploads
+from understudy.dataplane.transfer_queue.uploads import TIMEOUT_S, QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import Marks, queue_key, write_ids
 from understudy.errors import RowsUnreachable
 from understudy.types.jagged import Jagged
@@ -39,14 +39,14 @@ class RowWriter:
         address: QueueAddress,
         *,
         prefix: str = "",
-        patience: float = PATIENCE,
+        timeout_s: float = TIMEOUT_S,
         disk_bytes: float = math.inf,
     ) -> None:
         """`folder` is the plane's folder as this process sees it; columns of `disk_bytes` or more skip the
         queue."""
         self._segments = SegmentWriter(folder / "spill")
         self._link = QueueLink.connect(address, prefix=prefix)
-        self._uploads = QueueUploads(self._link, patience)
+        self._uploads = QueueUploads(self._link, timeout_s)
         self._disk_bytes = disk_bytes
         self._marks = write_ids()
 

@@ -47,7 +47,7 @@ class HostedEngine:
     Holds the connections, the load and the restart count of each host. The trainer calls it on one event
     loop.
 
-    patience_s   how long a batch waits for a host that serves, before it fails
+    timeout_s   how long a batch waits for a host that serves, before it fails
     silence_s    a host that does not answer /health for this long is restarted
     restarts     when a host that does not stay up is given up; with no host left, waiting batches fail
     notify       called with a message when a host is lost and when it is back
@@ -61,7 +61,7 @@ class HostedEngine:
         *,
         batching: Batching = Batching.COMPOSED,
         version: int = -1,
-        patience_s: float = 600.0,
+        timeout_s: float = 600.0,
         silence_s: float = 60.0,
         restarts: Restarts | None = None,
         notify: Callable[[str], None] | None = None,
@@ -72,7 +72,7 @@ class HostedEngine:
         self._channels = {
             host.name: HostChannel(host.name, host.endpoint, self.traffic) for host in self._replicas.all
         }
-        self._patience_s, self._silence_s = patience_s, silence_s
+        self._timeout_s, self._silence_s = timeout_s, silence_s
         limits = restarts or Restarts()
         self._restarts = {host.name: RestartCount(limits) for host in self._replicas.all}
         self._notify = notify or (lambda message: None)
@@ -160,7 +160,7 @@ class HostedEngine:
 
     async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
         """Waits for a host that serves; None if the batch was aborted first."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         async with self._news:
             while True:
                 if self._closed:
@@ -176,7 +176,7 @@ class HostedEngine:
                     await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
                 except TimeoutError:
                     raise EngineError(
-                        f"no engine process served within {self._patience_s:g} s. {self._last_problems()}"
+                        f"no engine process served within {self._timeout_s:g} s. {self._last_problems()}"
                     ) from None
 
     def _last_problems(self) -> str:

@@ -49,7 +49,7 @@ class RemoteEngine:
     flight. The trainer calls it on one event loop.
 
     deadline      of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
-    patience_s    how long a request is retried before it fails
+    timeout_s    how long a request is retried before it fails
     snapshots     folder for weights that servers read; in memory (/dev/shm) by default
     address       this machine's address as seen from remote servers, for broadcasts of weights
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
@@ -66,7 +66,7 @@ class RemoteEngine:
         connections: int = 1024,
         deadline_s: float = 120.0,
         deadline_per_token_s: float = 0.5,
-        patience_s: float = 300.0,
+        timeout_s: float = 300.0,
         snapshots: Path | None = None,
         handover: GpuHandover | None = None,
         seeded: bool = True,
@@ -78,10 +78,10 @@ class RemoteEngine:
         self._clients = {
             replica.name: self._client(replica.name, replica.endpoint) for replica in self._replicas.all
         }
-        self._deadline_s, self._deadline_per_token_s, self._patience_s = (
+        self._deadline_s, self._deadline_per_token_s, self._timeout_s = (
             deadline_s,
             deadline_per_token_s,
-            patience_s,
+            timeout_s,
         )
         self._version, self._seeded = version, seeded
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
@@ -168,7 +168,7 @@ class RemoteEngine:
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         problem = "all of them are resting after failures"
         # Weights may change between two attempts: then return, and `_generate` asks under the new ones.
         while time.monotonic() < deadline:
@@ -198,7 +198,7 @@ class RemoteEngine:
             self._replicas.succeeded(replica, size)
             return
         raise EngineError(
-            f"no server generated {request.key} within {self._patience_s:g} s; the last problem: {problem}"
+            f"no server generated {request.key} within {self._timeout_s:g} s; the last problem: {problem}"
         )
 
     async def _fetch(self, replica: Replica, order: ServerOrder, ask: PieceRequest) -> Piece:

@@ -25,7 +25,7 @@ from understudy.planning.models.folder import HubNotReached, ModelFolder
 
 _NEEDED = ("config.json", "tokenizer.json")
 _FURTHER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "added_tokens.json")
-_PATIENCE_S = 4.0
+_TIMEOUT_S = 4.0
 """Timeout for the hub's first answer: without a network, huggingface_hub would try for half a minute per file."""
 
 
@@ -40,7 +40,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
     def fetched(name: str) -> Path | None:
         try:
             found = hf_hub_download(
-                model, name, revision=revision, local_files_only=not answers, etag_timeout=_PATIENCE_S
+                model, name, revision=revision, local_files_only=not answers, etag_timeout=_TIMEOUT_S
             )
         except (EntryNotFoundError, LocalEntryNotFoundError):
             return None
@@ -85,7 +85,7 @@ def may_ask_hub() -> bool:
 def hub_answers(endpoint: str) -> bool:
     """Whether the hub's address answers; asked once."""
     try:
-        httpx.head(endpoint, timeout=_PATIENCE_S)
+        httpx.head(endpoint, timeout=_TIMEOUT_S)
     except (httpx.HTTPError, OSError, ValueError):
         return False
     return True

@@ -81,8 +81,8 @@ class RankMonitor(Protocol):
         """From now on a rank that ends is not reported as lost."""
         ...
 
-    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """The user asked to stop: from now on a rank that makes no progress for `patience_s` counts as lost,
+    def stop_soon(self, timeout_s: float, on_giving_up: Callable[[], None]) -> None:
+        """The user asked to stop: from now on a rank that makes no progress for `timeout_s` counts as lost,
         and `on_giving_up` is called."""
         ...
 
@@ -222,11 +222,11 @@ class LeadingPolicy:
         if self._monitor is not None:
             self._monitor.expect_exit()
 
-    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+    def stop_soon(self, timeout_s: float, on_giving_up: Callable[[], None]) -> None:
         """The user asked to stop; `on_giving_up` is called if a rank then makes no progress for
-        `patience_s`."""
+        `timeout_s`."""
         if self._monitor is not None:
-            self._monitor.stop_soon(patience_s, on_giving_up)
+            self._monitor.stop_soon(timeout_s, on_giving_up)
 
     def close(self) -> None:
         """Tells the followers to stop. Does nothing if the group is broken, and gives up after a few seconds
@@ -299,7 +299,7 @@ class LeadingPolicy:
         # Most likely a broken connection. The rank that broke it has the better error message, once it is
         # known to be gone.
         broke = is_about_a_connection(error)
-        cause = self._patiently(
+        cause = self._poll(
             lambda: self._monitor.lost() if self._monitor else None,
             _NOTICE_SECONDS if broke else _GRACE_SECONDS,
         )
@@ -316,14 +316,14 @@ class LeadingPolicy:
         monitor = self._monitor
         if monitor is None:
             return None
-        alike = self._patiently(lambda: len(monitor.refused(number)) == self._group.size - 1 or None)
+        alike = self._poll(lambda: len(monitor.refused(number)) == self._group.size - 1 or None)
         return (
             None
             if alike
             else PolicyError("rank 0 failed alone and left the other ranks behind; resume the run")
         )
 
-    def _patiently(self, look: Callable[[], Result | None], seconds: float = _GRACE_SECONDS) -> Result | None:
+    def _poll(self, look: Callable[[], Result | None], seconds: float = _GRACE_SECONDS) -> Result | None:
         deadline = time.monotonic() + seconds
         while (found := look()) is None and time.monotonic() < deadline and self._monitor is not None:
             time.sleep(_GLANCE_SECONDS / 4)

@@ -27,7 +27,7 @@ from understudy.errors import PolicyError
 from understudy.nn.vision import is_vision, language_part
 from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
 
-_PATIENCE = timedelta(days=30)
+_TIMEOUT = timedelta(days=30)
 """How long a rank waits for the next command. A lost peer shows at once as a closed connection; a long
 rollout is not an error."""
 
@@ -88,7 +88,7 @@ class Group:
         self.mesh: DeviceMesh = init_device_mesh(device, (self.size,))
         # Small sums on the host go over gloo, whichever backend carries the gradients, so they never wait
         # for a device.
-        self.host = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.host = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
         model = forward.get_submodule("model")

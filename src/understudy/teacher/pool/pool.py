@@ -253,13 +253,13 @@ class TeacherPool:
 
         The first scores win; the other request is cancelled.
         """
-        patience = self._hedge_patience()
+        delay = self._hedge_delay()
         replica.load.begin(tokens)  # before the first await: the next call must see this load
-        if patience is None:
+        if delay is None:
             return [await self._send(replica, items, tokens, attempts)]
         running = {asyncio.create_task(self._send(replica, items, tokens, attempts))}
         try:
-            if not await self._done_within(running, patience):
+            if not await self._done_within(running, delay):
                 second = self._pick(replace(attempts, tried=attempts.tried | {replica.name}))
                 if second is not None:
                     self._totals.hedges += 1
@@ -286,7 +286,7 @@ class TeacherPool:
             timer.cancel()
         return any(task.done() for task in tasks)
 
-    def _hedge_patience(self) -> float | None:
+    def _hedge_delay(self) -> float | None:
         """Seconds until hedging; None if hedging is off or too few answers have been seen to tell what is
         slow."""
         if self.options.hedge_after is not None:

@@ -58,8 +58,8 @@ class CriticWatch(Monitor):
         self._hurried = asyncio.Event()
         self.add(0, "the critic", process, mark=lambda: self._answered)
 
-    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        super().stop_soon(patience_s, on_giving_up)
+    def stop_soon(self, timeout_s: float, on_giving_up: Callable[[], None]) -> None:
+        super().stop_soon(timeout_s, on_giving_up)
         self._hurried.set()
 
     async def watch_channel(self, channel: HostChannel) -> None:
@@ -113,10 +113,10 @@ class RemoteCritic:
         """The run ends: from now on the end of the critic's process is expected."""
         self._watch.expect_exit()
 
-    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+    def stop_soon(self, timeout_s: float, on_giving_up: Callable[[], None]) -> None:
         """Called on a stop request. `on_giving_up` is called if the critic then does not answer for
-        `patience_s`."""
-        self._watch.stop_soon(patience_s, on_giving_up)
+        `timeout_s`."""
+        self._watch.stop_soon(timeout_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
         """The command under way and its age, for the report on a run that stands still."""

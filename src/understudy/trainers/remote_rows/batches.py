@@ -34,12 +34,12 @@ _HIDDEN_DTYPE = "hidden_dtype"
 class QueueRows:
     """A rank's `RowSource`: its connection to the queue and the batch it fetched last."""
 
-    def __init__(self, address: str, patience: float) -> None:
-        """`address` comes from `address_of`. A fetch that takes longer than `patience` seconds fails."""
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """`address` comes from `address_of`. A fetch that takes longer than `timeout_s` seconds fails."""
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.plane")
         told = json.loads(address)
         self._reader = queue.QueueReader(queue.QueueAddress.load(told["queue"]), prefix=told["prefix"])
-        self._patience = patience
+        self._timeout_s = timeout_s
         self._last: tuple[BatchMeta, Batch] | None = None
 
     @property
@@ -61,7 +61,7 @@ class QueueRows:
         return batch
 
     async def _read(self, meta: BatchMeta) -> Any:
-        async with asyncio.timeout(self._patience):
+        async with asyncio.timeout(self._timeout_s):
             return await self._reader.get(meta)
 
     def from_disk(self, meta: BatchMeta, reason: str) -> Batch:
@@ -74,8 +74,8 @@ class QueueRows:
 class LeadingRows(QueueRows):
     """Rank 0's `RowSource`, which can also read rows from the run directory (`from_disk`)."""
 
-    def __init__(self, plane: Any, address: str, patience: float) -> None:
-        super().__init__(address, patience)
+    def __init__(self, plane: Any, address: str, timeout_s: float) -> None:
+        super().__init__(address, timeout_s)
         self._plane = plane
         self._loop = asyncio.get_running_loop()
 
@@ -112,14 +112,14 @@ class RemoteBatches:
     async def open(
         plane: DataPlane,
         policy: LeadingPolicy,
-        patience: float,
+        timeout_s: float,
         local: LocalBatches,
         facts: tuple[str, ...],
         tokens: tuple[str, ...],
     ) -> RemoteBatches:
         """Connects every rank to the queue of this plane."""
         address = address_of(plane)
-        rows = LeadingRows(plane, address, patience)
+        rows = LeadingRows(plane, address, timeout_s)
         await asyncio.to_thread(policy.open_rows, address)
         return RemoteBatches(plane, rows, local, facts, tokens)
 

@@ -36,7 +36,7 @@ class RowSettings(msgspec.Struct):
     queue: str
     """The address of the queue, from `batches.address_of`."""
     partition: str
-    patience: float
+    timeout_s: float
     disk_bytes: float | None
     reward: str | None
     deadline_seconds: float

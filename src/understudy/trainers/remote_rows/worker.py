@@ -66,7 +66,7 @@ class RemoteRowHandler:
             Path(settings.folder),
             queue.QueueAddress.load(told["queue"]),
             prefix=told["prefix"],
-            patience=settings.patience,
+            timeout_s=settings.timeout_s,
             disk_bytes=math.inf if settings.disk_bytes is None else settings.disk_bytes,
         )
         self._partition = settings.partition

@@ -101,7 +101,7 @@ def with_server(
         try:
             limits = Restarts(most, first_wait_s=0.05, longest_wait_s=0.2)
             engine = await start_vllm(
-                settings, processes, restarts=limits, notify=told.append, version=0, patience_s=60
+                settings, processes, restarts=limits, notify=told.append, version=0, timeout_s=60
             )
             try:
                 await body(engine, told)
@@ -123,7 +123,9 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
         began = time.monotonic()
         with pytest.raises(EngineError, match="no vLLM server is left") as caught:
             await engine.generate([asked("b")])
-        assert time.monotonic() - began < 50, "told when the last restart was in vain, not when patience ends"
+        assert time.monotonic() - began < 50, (
+            "told when the last restart was in vain, not when the timeout ends"
+        )
         words = str(caught.value)
         assert "ValueError: no room for the KV cache" in words
         assert "given up after 2 restarts" in words and "cluster.restarts.rollout" in words

@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from understudy.cli.main import main
-from understudy.observability import patience as module
-from understudy.observability.patience import Patience
+from understudy.observability import slow_work as module
+from understudy.observability.slow_work import SlowWork
 
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 
 
 def said(seconds: float, *, terminal: bool = False, enabled: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    with Patience(enabled=enabled, console=console).work("reading rows", 1000) as advance:
+    with SlowWork(enabled=enabled, console=console).work("reading rows", 1000) as advance:
         advance(250)
         time.sleep(seconds)
     assert isinstance(console.file, io.StringIO)
@@ -46,7 +46,7 @@ def test_the_quiet_time_is_one_for_all_that_is_checked(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.3)
     monkeypatch.setattr(module, "SHORT_SECONDS", 0.05)
     console = Console(file=io.StringIO())
-    whole = Patience(console=console)
+    whole = SlowWork(console=console)
     for number in range(4):
         with whole.work(f"piece {number}"):
             time.sleep(0.2)
@@ -55,7 +55,7 @@ def test_the_quiet_time_is_one_for_all_that_is_checked(monkeypatch: pytest.Monke
 
 
 def test_an_error_ends_the_talk() -> None:
-    with pytest.raises(ValueError, match="broken"), Patience().work("reading"):
+    with pytest.raises(ValueError, match="broken"), SlowWork().work("reading"):
         raise ValueError("broken")
 
 

@@ -25,8 +25,8 @@ _PLAIN_SECONDS = 5.0
 _REFRESH_SECONDS = 0.2
 
 
-class Patience:
-    """`with patience.work("reading data.train", total=rows) as advance: …`; all work of one `Patience`
+class SlowWork:
+    """`with slow.work("reading data.train", total=rows) as advance: …`; all work of one `SlowWork`
     shares the quiet time.
 
     A thread of its own prints, so work that never calls `advance` is shown too. In a terminal it is a bar
@@ -63,7 +63,7 @@ class Patience:
                     return
                 pause *= 2
 
-        talker = threading.Thread(target=talk, name="patience", daemon=True)
+        talker = threading.Thread(target=talk, name="slow-work", daemon=True)
         if self._enabled:
             talker.start()
         try:
