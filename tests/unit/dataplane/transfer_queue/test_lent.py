@@ -46,7 +46,7 @@ def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
     assert ref.offset == sum(len(frame) for pair in frames for frame in pair) and spill.read(ref) == b"later"
 
 
-def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(tmp_path: Path) -> None:
+def test_a_segment_stays_until_every_reference_is_dropped_and_its_rows_are_committed(tmp_path: Path) -> None:
     spill = SpillFiles(tmp_path)
     writer_segments = WriterSegments(spill)
     first, second = writer_segments.take(1), writer_segments.take(1)
