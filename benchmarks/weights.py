@@ -189,7 +189,7 @@ def measure(size: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any
             line(f"broadcast, {copies}", rate["broadcast"], rate["plain"]),
             line(f"memory, {copies}", rate["memory"], rate["plain"]),
             {
-                "name": f"broadcast, {copies}: the first, with rendezvous and fresh memory",
+                "name": f"broadcast, {copies}: the first, with meeting and fresh memory",
                 "value": round(first, 4),
                 "unit": "s",
             },
