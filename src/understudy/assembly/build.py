@@ -49,7 +49,7 @@ from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
-from understudy.planning.resolved import EngineSettings, Resolved, resolve
+from understudy.planning.resolved import EngineSettings, ModelSource, Resolved, resolve
 from understudy.planning.seating import rollout_devices
 from understudy.planning.shared_gpu import advice
 from understudy.planning.teacher_checks import scores_row
@@ -67,7 +67,7 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
-from understudy.teacher.scoring.model import vocabulary_of
+from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.callbacks import CallbackRunner
 from understudy.trainers.critic.local import ValueModel
@@ -442,7 +442,17 @@ def _student_facts(
         mixed_teachers(prompts, data.mixture_key),
         external,
         student.pictures,
+        _base(settings.student, student)
+        if any(one.placement == "trainer" for one in recipe.teachers.values())
+        else None,
     )
+
+
+def _base(settings: ModelSource, student: LoadedModel) -> FrozenModel:
+    """The student without adapters: modules of its own, the same tensors. Made before adapters are put into the
+    student."""
+    twin = student.sharing_copy().model.eval()
+    return FrozenModel(twin, settings.model, settings.dtype, student.device, student.context)
 
 
 def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:

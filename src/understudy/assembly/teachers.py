@@ -42,7 +42,9 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
+from understudy.teacher.replica.in_process import BaseTeacher
 from understudy.teacher.route import TeacherRouter
+from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.call_batching import BatchSplit, CallQueue
 from understudy.trainers.remote_rows.messages import External
@@ -98,6 +100,8 @@ class StudentFacts:
     that this run starts were measured by `check`, which knows their context."""
     pictures: PictureReader | None = None
     """For a student that reads pictures."""
+    base: FrozenModel | None = None
+    """The student's model before adapters, for teachers with `placement = "trainer"`."""
 
     @property
     def media(self) -> MediaStore | None:
@@ -111,7 +115,7 @@ class Teachers:
     pools: dict[str, TeacherPool]
     heads: dict[str, TeacherHead] = field(default_factory=dict)
     """Output heads by teacher, if rows carry hidden states. A head is fetched once."""
-    launchers: dict[str, LocalTeachers] = field(default_factory=dict)
+    launchers: dict[str, LocalTeachers | BaseTeacher] = field(default_factory=dict)
     """Launchers by teacher. External teachers have none."""
     tokens: dict[str, str | None] = field(default_factory=dict)
     """The bearer token of each external teacher's servers."""
@@ -175,6 +179,9 @@ async def start_teachers(
     for name, teacher in settings.teachers.items():
         if teacher.placement == "external":
             teachers.tokens[name] = token_of(name, teacher)
+        elif teacher.placement == "trainer":
+            assert student.base is not None
+            teachers.launchers[name] = BaseTeacher(name, teacher, batching, token, student.base)
         else:
             launcher = LocalTeachers(processes, name, teacher, batching, token, seats)
             if teacher.follows_student:

@@ -15,7 +15,7 @@ Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attenti
 """Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows if the
 model supports that, and `eager` if the model has no `sdpa` (soft caps, attention sinks). A name: that one,
 over padded rows."""
-_PLACEMENTS = ("standalone", "pool", "external")
+_PLACEMENTS = ("standalone", "pool", "external", "trainer")
 
 
 def _named(model: str) -> str:
@@ -100,7 +100,8 @@ class TeacherConfig(Section):
     replicas: Annotated[int, Field(ge=0)] = 1
     """How many server processes hold this teacher."""
     placement: Annotated[str, WithJsonSchema({"type": "string", "enum": [*_PLACEMENTS]})] = "standalone"
-    """`pool` (a slice of a named pool), `standalone` (own processes and devices) or `external` (`urls`)."""
+    """`pool` (a slice of a named pool), `standalone` (own processes and devices), `external` (`urls`), or
+    `trainer`: the frozen base of a LoRA student scores in the trainer's process, without a copy of its own."""
     pool: str | None = None
     """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
     urls: list[str] = Field(default=[])
@@ -142,10 +143,11 @@ class TeacherConfig(Section):
         if placement == "colocate":
             raise ValueError(
                 "refused: a teacher that shares the student's memory by taking turns is slept and woken every step, and "
-                "woke up with wrong weights in other systems; use 'standalone', 'pool' or 'external'"
+                "woke up with wrong weights in other systems; use 'standalone', 'pool' or 'external' (or 'trainer': the base of a LoRA "
+                "student, which shares tensors that never change)"
             )
         if placement not in _PLACEMENTS:
-            raise ValueError("expected 'pool', 'standalone' or 'external'")
+            raise ValueError("expected 'pool', 'standalone', 'external' or 'trainer'")
         return placement
 
     @model_validator(mode="after")

@@ -41,6 +41,7 @@ from understudy.planning.teacher_checks import (
     Measured,
     Row,
     answers_given,
+    bases_fit,
     contexts_fit,
     contexts_of,
     mixtures_fit,
@@ -154,7 +155,7 @@ def preflight(
     models = open_models(recipe, attempt)
     student = models.get("student")
     attempt(lambda: seat(recipe, None))
-    problems += signals_fit(recipe)
+    problems += signals_fit(recipe) + bases_fit(recipe)
     lacked = attempt(lambda: _pairs_fit(models, problems, findings)) or {}
     folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():

@@ -46,6 +46,9 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
                 PlannedProcess(f"teacher-{name}-{i}", f"scores, at {url}", "external", None, 0)
                 for i, url in enumerate(teacher.urls)
             ]
+        elif teacher.placement == "trainer":
+            job = "scores, in the trainer's process, with the student's base"
+            processes.append(PlannedProcess(f"teacher-{name}-0", job, processes[0].device, None, 0))
         else:
             for replica in range(teacher.replicas):
                 processes += _replica(recipe, name, teacher, replica, seating)

@@ -175,6 +175,16 @@ def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
     return []
 
 
+def bases_fit(recipe: Recipe) -> list[str]:
+    """A teacher in the trainer's process answers on its loopback, which other machines do not reach."""
+    return [
+        f"teachers.{name}.placement = 'trainer': workers on other machines ask teachers here, and cannot reach the trainer's process; "
+        "use 'standalone', or dataplane.backend = 'embedded'"
+        for name, teacher in recipe.teachers.items()
+        if teacher.placement == "trainer" and workers_write_rows(recipe)
+    ]
+
+
 def signals_fit(recipe: Recipe) -> list[str]:
     """Problems of teachers whose named backend cannot give `loss.signal`; no server has to be asked."""
     signal = recipe.loss.signal

@@ -12,7 +12,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import h11
@@ -126,8 +126,43 @@ async def serve(
 
     `hurried`: requests in flight are not waited for, because the launcher needs no more answers.
     """
+    server = _Server(_config(app, keep_alive, None if hurried else 10))
+    server.hurried = hurried
+    serving = await _started(server, sock)
+    if not serving.done():
+        process.ready(url=url_of(sock), **facts)
+        log.info("%s at %s", what, url_of(sock))
+    await serving
+
+
+class _Guest(uvicorn.Server):
+    """A server in a process that has other work and its own signal handlers."""
+
+    should_exit: bool
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving_here(app: ASGIApp, sock: socket.socket) -> AsyncIterator[str]:
+    """Serves on the running event loop, beside the process's other work. Yields the url."""
+    server = _Guest(_config(app, keep_alive=3600, patience=1))
+    serving = await _started(server, sock)
+    if serving.done():
+        await serving
+    try:
+        yield url_of(sock)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _config(app: ASGIApp, keep_alive: int, patience: int | None) -> uvicorn.Config:
+    """`patience`: seconds that requests in flight may take after a stop."""
     _Connection.limit = _connection_limit()
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         http=_Connection,
         # asyncio accepts this many connections before it reports the first one.
@@ -136,14 +171,12 @@ async def serve(
         access_log=False,
         lifespan="off",
         timeout_keep_alive=keep_alive,
-        timeout_graceful_shutdown=None if hurried else 10,
+        timeout_graceful_shutdown=patience,
     )
-    server = _Server(config)
-    server.hurried = hurried
+
+
+async def _started(server: uvicorn.Server, sock: socket.socket) -> asyncio.Task[None]:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    if not serving.done():
-        process.ready(url=url_of(sock), **facts)
-        log.info("%s at %s", what, url_of(sock))
-    await serving
+    return serving

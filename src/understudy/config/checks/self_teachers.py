@@ -43,6 +43,8 @@ def self_teacher_problems(
     problems = []
     for name, teacher in teachers.items():
         place = f"teachers.{name}"
+        if teacher.placement == "trainer":
+            problems += _base_problems(place, student, teacher, trainer)
         if teacher.version is None:
             continue
         given = f"{place}.version = {teacher.version!r}"
@@ -73,3 +75,39 @@ def self_teacher_problems(
                 "would be 0; give the teacher a prompt of its own, or another version"
             )
     return problems
+
+
+_OF_PROCESSES = ("replicas", "tensor_parallel", "device", "compile", "threads", "ports")
+"""Keys of replicas in processes of their own."""
+
+
+def _base_problems(
+    place: str, student: StudentConfig, teacher: TeacherConfig, trainer: TrainerConfig
+) -> list[str]:
+    """Problems of a teacher that is the base of a LoRA student, in the trainer's process."""
+    given, problems = f"{place}.placement = 'trainer'", []
+    if teacher.version != "start":
+        problems.append(
+            f"{given} is for model = 'student' with version = 'start'; set them, or use 'standalone'"
+        )
+    if student.lora is None:
+        problems.append(
+            f"{given} shares the frozen base of a student with adapters, and this one trains all its weights; set [student.lora], or "
+            "use 'standalone'"
+        )
+    if trainer.ranks > 1:
+        problems.append(
+            f"{given} with trainer.ranks = {trainer.ranks}: the base is sharded over ranks; use 'standalone', or one rank"
+        )
+    fields = TeacherConfig.model_fields
+    idle = [key for key in _OF_PROCESSES if getattr(teacher, key) != fields[key].default]
+    if idle:
+        problems.append(
+            f"{place}.{idle[0]} belongs to replicas in processes of their own; leave it out with {given}"
+        )
+    return problems + [
+        f"{place}.{key} = {getattr(teacher, key)!r}: the base is the student's, with student.{key} = {getattr(student, key)!r}; leave it "
+        f"out with {given}"
+        for key in ("dtype", "attention")
+        if getattr(teacher, key) != getattr(student, key)
+    ]

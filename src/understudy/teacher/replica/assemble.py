@@ -30,13 +30,13 @@ CUDA_CHUNK_MIB = 2048
 
 
 def build_worker(
-    args: argparse.Namespace,
+    args: argparse.Namespace, model: FrozenModel | None = None
 ) -> tuple[ScoringWorker, Manifest, Vocabulary, ReplicaMedia | None]:
-    """Load the model, check it by warming up, describe it.
+    """Load the model, check it by warming up, describe it. `model`: one that is in memory already.
 
     Rank 0 runs this; the remaining ranks run `follow`.
     """
-    frozen, media = _with_pictures(args, _loaded(args))
+    frozen, media = _with_pictures(args, model or _loaded(args))
     if args.max_length > frozen.max_length:
         raise TeacherError(
             f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"

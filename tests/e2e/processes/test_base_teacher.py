@@ -1,0 +1,177 @@
+"""The frozen base of a LoRA student as its teacher, in the trainer's process: its scores, its memory, kills, refusals."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import ASSETS, run_cli, write_toml
+from transformers import AutoModelForCausalLM
+
+import understudy
+from understudy.config import parse_recipe
+from understudy.dataplane.kept_rows import read_columns
+from understudy.errors import ConfigError
+from understudy.observability.metrics import without_clock
+from understudy.policy.lora import LoraSettings
+from understudy.policy.policy import Policy
+from understudy.policy.step import PolicySettings
+from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.replica.in_process import BaseTeacher
+from understudy.teacher.scoring.model import FrozenModel
+from understudy.trainers.models import load_model
+from understudy.types.scores import ScoreItem, Signal
+
+Make = Callable[..., dict[str, Any]]
+STUDENT = ASSETS / "models" / "student"
+VOCABULARY = json.loads((STUDENT / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture(autouse=True)
+def _peft() -> None:
+    pytest.importorskip("peft")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Make:
+    def make(name: str, placement: str = "trainer", **more: Any) -> dict[str, Any]:
+        base = {"model": "student", "placement": placement, "prompt": "{{ answer }}{{ prompt }}"}
+        table: dict[str, Any] = {
+            "student": {"model": str(STUDENT), "lora": {"rank": 4, "alpha": 8.0}},
+            "teachers": {"base": base},
+            "loss": {"topk": VOCABULARY},
+            "rollout": {"max_new_tokens": 8, "max_batch": 8},
+            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "trainer": {"steps": 3, "batch_size": 8, "learning_rate": 1e-2, "checkpoint_every": 1},
+            "run": {"dir": str(tmp_path / name), "threads": 1, "keep_rows": 1 << 22},
+        }
+        for path, value in more.items():
+            *sections, key = path.split("__")
+            place = table
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = value
+        return table
+
+    return make
+
+
+def logprobs(tokens: np.ndarray) -> np.ndarray:
+    """float64 [T, V] of a plain forward pass of the model that the run began with."""
+    model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float64).eval()
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0], -1).numpy()
+
+
+def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / "step-000003" / "model.safetensors")
+    lines = [without_clock(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
+
+
+def test_scores_are_those_of_the_base_in_every_step(own: Make) -> None:
+    """Also after the adapters have learnt, and as a replica in a process of its own gives them, to the bit."""
+    run = understudy.train(own("here"), progress=False).dir
+    for step in (1, 3):
+        lines = [
+            json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")
+        ]
+        for line in lines[:3]:
+            columns = read_columns(run / "kept_rows", step, line)
+            prompt, first = columns["teacher_prompt_base"], int(columns["loss_mask"].argmax())
+            written = columns["tokens"][first:]
+            p_PV = logprobs(np.concatenate([prompt, written]))[len(prompt) - 1 : -1]
+            assert np.abs(p_PV[np.arange(len(written)), written] - columns["teacher_logprobs"]).max() < 1e-4
+            best = np.take_along_axis(p_PV, columns["teacher_ids"].astype(int), 1)
+            assert np.abs(np.exp(best) - np.exp(columns["teacher_topk_logprobs"])).max() < 1e-5
+    adapters = load_file(run / "checkpoints" / "step-000003" / "model.safetensors")
+    assert all("lora_" in name for name in adapters)
+    assert max(float(tensor.abs().max()) for name, tensor in adapters.items() if "lora_B" in name) > 1e-3
+    assert not list((run / "logs").glob("teacher-*")), "no process was started for it"
+    assert bits(run) == bits(understudy.train(own("apart", "standalone"), progress=False).dir)
+
+
+def test_the_base_is_in_memory_once(own: Make) -> None:
+    """Its tensors are the student's own. After adapters have learnt, it scores as the student does without them."""
+    student = load_model(str(STUDENT), device="cpu")
+    twin = student.sharing_copy().model.eval()
+    base = FrozenModel(twin, str(STUDENT), "float32", student.device, student.context)
+    policy = Policy(student.model, PolicySettings(lora=LoraSettings(rank=4, alpha=8.0)))
+    theirs = {name: tensor.data_ptr() for name, tensor in policy.model.named_parameters()}
+    for name, tensor in twin.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        assert tensor.data_ptr() in (theirs.get(name), theirs.get(f"{layer}.base_layer.{kind}")), name
+    with torch.no_grad():
+        for name, tensor in policy.model.named_parameters():
+            if "lora_B" in name:
+                tensor.normal_(std=0.1)
+    tokens = np.arange(6, 26, dtype=np.int32)
+    teacher = parse_recipe(own("run")).teachers["base"]
+
+    async def scored() -> np.ndarray:
+        launcher = BaseTeacher("base", teacher, "by_request", "token", base)
+        endpoint = await launcher.start("0")
+        assert launcher.alive("0")
+        async with ReplicaClient(endpoint.url, endpoint.token, teacher="base") as client:
+            positions = np.arange(1, 20, dtype=np.int32)
+            (found,) = await client.score([ScoreItem("row", tokens, positions, Signal.SAMPLED, 0)])
+        await launcher.stop("0")
+        assert not launcher.alive("0")
+        return (await found.fetch()).sampled_logprobs
+
+    def plain() -> np.ndarray:
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = policy.model.eval()(ids).logits[0, :-1].double()
+        return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+    found, with_adapters = asyncio.run(scored()), plain()
+    for layer in policy.model.modules():
+        if hasattr(layer, "base_layer"):
+            layer.enable_adapters(False)
+    assert np.abs(found - plain()).max() < 2e-6
+    assert np.abs(found - with_adapters).max() > 0.05, "the adapters would show"
+
+
+@pytest.mark.slow
+def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path) -> None:
+    table = own("killed")
+    path = write_toml(tmp_path / "r.toml", table)
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_update:2")
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0, output
+    straight = understudy.train(own("straight"), progress=False).dir
+    assert bits(Path(table["run"]["dir"])) == bits(straight)
+
+
+@pytest.mark.slow
+def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
+    more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__steps": 6}
+    run = understudy.train(own("run", **more), progress=False)
+    assert run.last["step"] == 6 and run.last["teacher/base/rows"] == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"student__lora": None}, r"set \[student.lora\], or use 'standalone'"),
+        ({"teachers__base__version": "live"}, "is for model = 'student' with version = 'start'"),
+        ({"trainer__ranks": 2}, "the base is sharded over ranks"),
+        (
+            {"teachers__base__replicas": 2},
+            "teachers.base.replicas belongs to replicas in processes of their own",
+        ),
+        ({"teachers__base__dtype": "bfloat16"}, "leave it out with teachers.base.placement = 'trainer'"),
+        ({"teachers__base__model": str(STUDENT)}, "is for model = 'student'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        understudy.train(own("never", **change), progress=False)
