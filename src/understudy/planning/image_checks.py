@@ -70,10 +70,6 @@ def _unsupported(recipe: Recipe) -> list[str]:
     why = []
     if rollout.engine != "hf":
         why.append(f'rollout.engine = "{rollout.engine}" gets text only; set rollout.engine = "hf"')
-    if recipe.cluster.backend != "local":
-        why.append(
-            f'pictures stay on one machine; cluster.backend = "{recipe.cluster.backend}" is not supported with them'
-        )
     if recipe.critic is not None:
         why.append("a critic reads text only; leave [critic] out")
     if recipe.trainer.ranks > 1 and not recipe.student.freeze_vision:

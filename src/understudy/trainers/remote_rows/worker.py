@@ -30,6 +30,7 @@ import numpy as np
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.engines.base import Sampling
 from understudy.errors import RowsUnreachable, TeacherError
+from understudy.media.store import MediaStore
 from understudy.observability.faults import point
 from understudy.rollout.agents.agent import check_ids
 from understudy.rollout.render import Renderer
@@ -42,7 +43,7 @@ from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.supervisor import connect_native
 from understudy.trainers.produce.failures import reason_of, timed
 from understudy.trainers.remote_rows import messages as wire
-from understudy.trainers.row_columns import CANDIDATES, rollout_columns, score_columns, storable
+from understudy.trainers.row_columns import CANDIDATES, MEDIA, rollout_columns, score_columns, storable
 from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.trajectory import Trajectory
@@ -72,6 +73,7 @@ class RemoteRowHandler:
         self._partition = settings.partition
         self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
         self._deadline_seconds = settings.deadline_seconds
+        self._media = renderer.pictures.store if renderer.pictures is not None else None
         self._at_hand = _UnscoredRows()
         self._clients: dict[tuple[str, str], tuple[wire.ReplicaAddress, ScoringClient]] = {}
 
@@ -162,11 +164,15 @@ class RemoteRowHandler:
             names = ["tokens", "loss_mask"]
             if any(item.signal == Signal.AT_IDS for item in away):
                 names.append(CANDIDATES)
+            if self._media is not None:
+                names.append(MEDIA)
             marks = dict.fromkeys(names, tuple(item.mark for item in away))
             columns = await self._writer.read(self._partition, [item.key for item in away], names, marks)
             for index, item in enumerate(away):
-                tokens, mask, *ids = (np.asarray(columns[name][index]) for name in names)
-                found[item.key] = _score_item(item, tokens, mask, ids[0] if ids else None)
+                row = {name: columns[name][index] for name in names}
+                ids = np.asarray(row[CANDIDATES]) if CANDIDATES in row else None
+                tokens, mask = np.asarray(row["tokens"]), np.asarray(row["loss_mask"])
+                found[item.key] = _score_item(item, tokens, mask, ids, tuple(row.get(MEDIA, ())))
         return [wire.as_ordered(found[item.key], item) for item in wanted]
 
     async def _client(self, address: wire.ReplicaAddress) -> ScoringClient:
@@ -175,7 +181,7 @@ class RemoteRowHandler:
         known = self._clients.get(place)
         if known is not None and known[0] == address:
             return known[1]
-        client = client_of(address)
+        client = client_of(address, self._media)
         self._clients[place] = (address, client)
         if known is not None:
             await known[1].close()
@@ -188,10 +194,11 @@ class RemoteRowHandler:
         self._writer.close()
 
 
-def client_of(address: wire.ReplicaAddress) -> ScoringClient:
+def client_of(address: wire.ReplicaAddress, media: MediaStore | None = None) -> ScoringClient:
+    """`media`: the run's pictures, if the student reads pictures."""
     endpoint = Endpoint(address.url, address.token)
     if address.external is None:
-        return connect_native(address.teacher, address.replica, endpoint, address.usable)
+        return connect_native(address.teacher, address.replica, endpoint, address.usable, media)
     told = address.external
     connect = connect_external(
         told.vocab_size,
@@ -200,16 +207,25 @@ def client_of(address: wire.ReplicaAddress) -> ScoringClient:
         Backend(told.backend),
         usable=address.usable,
         k=told.k,
+        media=media,
     )
     return connect(address.teacher, address.replica, endpoint)
 
 
 def _score_item(
-    item: wire.OrderItem, tokens: np.ndarray, mask: np.ndarray, candidates: np.ndarray | None
+    item: wire.OrderItem,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    candidates: np.ndarray | None,
+    media: tuple[str, ...],
 ) -> ScoreItem:
     positions = np.flatnonzero(mask).astype(np.int32)
     ids = candidates if item.signal is Signal.AT_IDS else None
-    return ScoreItem(item.key, tokens, positions, item.signal, item.k, ids)
+    return ScoreItem(item.key, tokens, positions, item.signal, item.k, ids, media)
+
+
+_Streams = tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[str, ...]]
+"""Tokens, loss mask, candidates and pictures of a row."""
 
 
 class _UnscoredRows:
@@ -217,19 +233,19 @@ class _UnscoredRows:
     `_UNSCORED_BYTES`."""
 
     def __init__(self) -> None:
-        self._rows: OrderedDict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = OrderedDict()
+        self._rows: OrderedDict[str, _Streams] = OrderedDict()
         self._marks: dict[str, str] = {}
         self._bytes = 0
 
     def put(self, one: Trajectory, mark: str) -> None:
         self.drop(one.key)
-        self._rows[one.key] = (one.tokens, one.loss_mask, one.candidate_ids)
+        self._rows[one.key] = (one.tokens, one.loss_mask, one.candidate_ids, one.media or ())
         self._marks[one.key] = mark
         self._bytes += _size(self._rows[one.key])
         while self._bytes > _UNSCORED_BYTES and len(self._rows) > 1:
             self.drop(next(iter(self._rows)))
 
-    def get(self, key: str, mark: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+    def get(self, key: str, mark: str) -> _Streams | None:
         """The row if it was written under this mark. Another worker may have made it again since, with other
         tokens."""
         return self._rows.get(key) if self._marks.get(key) == mark else None
@@ -241,8 +257,9 @@ class _UnscoredRows:
             self._bytes -= _size(row)
 
 
-def _size(row: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> int:
-    return sum(part.nbytes for part in row if part is not None)
+def _size(row: _Streams) -> int:
+    tokens, mask, candidates, media = row
+    return sum(part.nbytes for part in (tokens, mask, candidates) if part is not None) + 64 * len(media)
 
 
 if __name__ == "__main__":
