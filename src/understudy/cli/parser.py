@@ -20,7 +20,7 @@ _OTHER_COMMANDS = {
     "import": "`understudy import-verl` and `understudy import-trl` write a recipe",
     "list": "a run is a folder under runs/; `understudy doctor RUN` shows its state",
     "merge": "`understudy export RUN OUT` writes merged weights",
-    "report": "a run writes report.html into its directory when it ends",
+    "report": "a run writes report.html into its directory when it ends; `understudy view RUN` shows any run",
     "run": "it is `understudy train`",
     "status": "it is `understudy doctor RUN`",
     "validate": "it is `understudy check`",

@@ -19,6 +19,9 @@ from understudy.types.usable_ids import UsableIds
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROWING_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types with keys and values per token as state; other states cannot be padded, merged or cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

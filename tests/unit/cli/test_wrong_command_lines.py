@@ -32,7 +32,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["train", "R", "--quite"], "unrecognized arguments: --quite; did you mean --quiet?"),
         (["train", "R", "--lr", "1e-5"], "settings are written key=value, without dashes; `lr`: it is `trainer.learning_rate` here"),
         (["train", "R", "--trainer.steps=3"], "settings are written without dashes: trainer.steps=3"),
-        (["report", "R"], "a run writes report.html into its directory when it ends"),
+        (["report", "R"], "a run writes report.html into its directory when it ends; `understudy view RUN` shows any run"),
         (["serve-teacher", "m", "--dtype", "bf16"], "--dtype 'bf16' is not known; did you mean bfloat16?"),
     ],
 )  # fmt: skip

@@ -72,6 +72,25 @@ def test_check_refuses_an_attention_that_the_model_lacks(gpt_oss: Path, attentio
     assert found == ([] if fits else [f"student.{told}", f"teachers.math.{told}"])
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("lfm2", "conv layers"), ("mamba", "a recurrent state"), ("gemma2", ""), ("gpt2", "")]
+)
+def test_check_refuses_a_student_that_the_engine_cannot_generate_with(
+    name: str, what: str, tmp_path: Path
+) -> None:
+    make(name).config.save_pretrained(tmp_path)
+    tables: dict[str, Any] = {
+        "student": {"model": str(tmp_path)},
+        "teachers": {"math": {"model": "m"}},
+        "data": {"train": "rows.jsonl"},
+    }
+    found = models_load(parse_recipe(tables), ModelFolder(tmp_path), {})
+    told = f'rollout.engine = "hf" cannot generate with student.model = {str(tmp_path)!r} ({name!r}): it has {what}; '
+    assert found == ([told + 'set rollout.engine = "vllm"'] if what else [])
+    tables["rollout"] = {"engine": "vllm", "urls": ["http://127.0.0.1:1"]}
+    assert models_load(parse_recipe(tables), ModelFolder(tmp_path), {}) == []
+
+
 def test_attention_sinks_are_never_packed() -> None:
     """In half precision the comparison at start is too wide to notice that sinks were left out."""
     heads = [torch.zeros(1, 2, 3, 8)] * 3

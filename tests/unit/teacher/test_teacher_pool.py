@@ -773,7 +773,8 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
             await starting
 
     async def of_others() -> None:
-        with pytest.raises(TeacherUnavailable, match="ConnectTimeout"):
+        told = r"ConnectTimeout; start its server at http://elsewhere, or name another one in teachers\.math\.urls"
+        with pytest.raises(TeacherUnavailable, match=told):
             await (await start(Rig("a", external=True)))
 
     for case in (tolerant, died, of_others):

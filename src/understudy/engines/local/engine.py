@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import GROWING_LAYERS, GenerateRequest, Generation
 from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
@@ -48,8 +48,6 @@ _POOL_SHARE = 0.7
 """Fraction of the free GPU memory that keys and values may take."""
 KERNEL_DEVICES = {"cuda"}
 """Device types where rows live in slots and decode steps run our own kernels."""
-GROWING_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types with keys and values per token as state; other states cannot be padded, merged or cut."""
 
 
 class Layout(StrEnum):
@@ -69,7 +67,7 @@ def sharing_copy(model: Any) -> Any:
     """A copy of the modules of `model` that shares its tensors."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    if getattr(twin, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in twin.modules()):
         twin.gradient_checkpointing_disable()
     return twin
 

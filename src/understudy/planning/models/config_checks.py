@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from understudy.config import Recipe
+from understudy.engines.base import GROWING_LAYERS
 from understudy.nn.rotary_border import crossing
 from understudy.planning.models.folder import ModelFolder
 
@@ -25,6 +26,7 @@ def models_load(
         problems += _brings_code(student, "student", trusted)
         problems += _has_attention(student, "student", recipe.student.attention)
         problems += stays_within_border(recipe, student)
+        problems += _can_generate(recipe, student)
     for name, folder in teachers.items():
         problems += _brings_code(folder, f"teachers.{name}", recipe.teachers[name].trust_remote_code)
         problems += _has_attention(folder, f"teachers.{name}", recipe.teachers[name].attention)
@@ -37,6 +39,20 @@ def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
     if border is None or room is None or room <= border:
         return []
     return [crossing(f"student.model = {str(student.path)!r}", border, room)]
+
+
+def _can_generate(recipe: Recipe, student: ModelFolder) -> list[str]:
+    """Our own engine keeps keys and values; a layer with another state is left to vLLM."""
+    kind, layers = str(student.config.get("model_type")), student.layer_types
+    recurrent = layers is None and "_is_stateful = True" in _modeling_source(kind)
+    other = sorted(set(layers or ()) - GROWING_LAYERS)
+    if recipe.rollout.engine != "hf" or not (other or recurrent):
+        return []
+    what = f"{', '.join(other)} layers" if other else "a recurrent state"
+    return [
+        f'rollout.engine = "hf" cannot generate with student.model = {str(student.path)!r} ({kind!r}): it has {what}; set '
+        'rollout.engine = "vllm"'
+    ]
 
 
 def _brings_code(folder: ModelFolder, section: str, trusted: bool) -> list[str]:

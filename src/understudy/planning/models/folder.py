@@ -83,6 +83,11 @@ class ModelFolder:
         return int(value) if value else None
 
     @property
+    def layer_types(self) -> list[str] | None:
+        """What each layer is, if its config says so."""
+        return self._text.get("layer_types")
+
+    @property
     def rotary_border(self) -> int | None:
         """The length beyond which its rotary embedding changes; None if it never does."""
         return rotary_border(self._text)

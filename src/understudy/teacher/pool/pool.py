@@ -26,6 +26,7 @@ from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.health import Failure
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics, PoolTotals, snapshot
+from understudy.teacher.pool.outage import Outage
 from understudy.teacher.pool.replica_record import Replica
 from understudy.teacher.pool.supervisor import (
     Connect,
@@ -36,8 +37,6 @@ from understudy.teacher.pool.supervisor import (
 )
 from understudy.types.references import ScoreRef, ScoresRef, fetched
 
-_TELL_OUTAGE_S = 15.0
-"""When an outage is told for the second time."""
 HEDGE_AFTER_SEEN = 20
 """Answers needed before the pool can tell that one is late."""
 
@@ -129,9 +128,7 @@ class TeacherPool:
         self._canary: Canary | None = None
         self._waiting = 0
         self._answers = 0
-        self._paused_at: float | None = None
-        self._told_at = 0.0
-        """When the current outage was last told."""
+        self._outage = Outage(self._supervisor, self._clock, self.options.outage_most)
 
     async def start(self) -> None:
         """Start every replica; raises if one cannot start, is empty, or differs from the first."""
@@ -182,8 +179,8 @@ class TeacherPool:
         await self._supervisor.remove(replica, self.options.drain)
 
     def metrics(self) -> PoolMetrics:
-        paused = self._paused_at is not None
-        return snapshot(self.name, paused, self._waiting, self._totals, self._supervisor.replicas.values())
+        lasts = self._outage.lasts
+        return snapshot(self.name, lasts, self._waiting, self._totals, self._supervisor.replicas.values())
 
     async def score(self, items: Sequence[ScoreRef]) -> list[ScoresRef]:
         """Scores the items in one request. Returns checked scores; raises if the request itself cannot be
@@ -363,59 +360,15 @@ class TeacherPool:
             self._pause()
         pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
         attempts.rounds = min(attempts.rounds + 1, 16)
-        self._check_outage()
+        self._outage.check()
         await self._supervisor.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
         attempts.tried.clear()
 
     def _pause(self) -> None:
-        if self._paused_at is None:
-            self._paused_at = self._told_at = self._clock.now()
-            self._totals.pauses += 1
-            self._supervisor.tell(
-                EventKind.PAUSED,
-                None,
-                f"no replica answers, scoring waits and nothing is dropped: {self._states()}{self._end_of_outage()}",
-            )
-
-    def _check_outage(self) -> None:
-        """Tells a lasting outage again, each time after twice as long, and ends it with an error."""
-        if self._paused_at is None or self.options.outage_most is None:
-            return
-        now, began = self._clock.now(), self._paused_at
-        if now - began >= self.options.outage_most:
-            raise ClusterError(
-                f"no replica of teacher {self.name} has answered for {now - began:.0f} s (teachers.{self.name}.outage_seconds = "
-                f"{self.options.outage_most:g}): {self._states()}\nstart its servers again, or name others in "
-                f"teachers.{self.name}.urls, and resume the run; no row is lost"
-            )
-        if now - began >= max(2 * (self._told_at - began), _TELL_OUTAGE_S):
-            self._told_at = now
-            self._supervisor.tell(
-                EventKind.PAUSED,
-                None,
-                f"still no answer after {now - began:.0f} s: {self._states()}{self._end_of_outage()}",
-            )
-
-    def _states(self) -> str:
-        return "; ".join(
-            f"{f'{r.name} at {r.spec.endpoint.url}' if r.spec.endpoint else r.name} {r.health.state.value} ({r.health.last_reason})"
-            for r in self._supervisor.replicas.values()
-        )
-
-    def _end_of_outage(self) -> str:
-        most = self.options.outage_most
-        return (
-            ""
-            if most is None
-            else f"; the run ends after {most:g} s of it (teachers.{self.name}.outage_seconds)"
-        )
+        self._totals.pauses += self._outage.begin()
 
     def _resume(self) -> None:
-        if self._paused_at is not None:
-            seconds = self._clock.now() - self._paused_at
-            self._paused_at = None
-            self._totals.paused_seconds += seconds
-            self._supervisor.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
+        self._totals.paused_seconds += self._outage.end()
 
 
 def _kind_of(error: TeacherError) -> Failure:

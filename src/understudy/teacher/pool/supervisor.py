@@ -296,9 +296,13 @@ class ReplicaSupervisor:
         while True:
             try:
                 return await self._identify(replica, max(1.0, latest - self._clock.now()))
-            except TeacherUnavailable:
+            except TeacherUnavailable as error:
+                if replica.spec.endpoint is not None:
+                    raise TeacherUnavailable(
+                        f"{error}; start its server at {replica.spec.endpoint.url}, or name another one in teachers.{self.teacher}.urls"
+                    ) from error
                 living = self._launcher is not None and self._launcher.alive(replica.name)
-                if replica.spec.external or not living or self._clock.now() >= latest:
+                if not living or self._clock.now() >= latest:
                     raise
                 await self._clock.sleep(self._options.watch_every)
 

@@ -113,7 +113,8 @@ async def _dead_letter(producer: Producer, step: int, failures: Sequence[Failure
         if await producer.state.plane.issue(_EVAL, [key], step=step, reserved=True):
             await producer.state.plane.dead_letter(_EVAL, key, failure.reason, {"trace": failure.trace})
     if failures:
-        text = f"{len(failures)} held-out answers failed and count as unsolved, first {failures[0].reason}"
+        some = f"{len(failures)} held-out answer{'s' if len(failures) > 1 else ''}"
+        text = f"{some} failed (counted as unsolved), first {failures[0].reason}"
         logger.warning("step %d: %s", step, text)
         producer.state.view.note(f"step {step}: {text}; see {producer.state.run.dead_letters}")
 
