@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: docs quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults nemesis test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -31,6 +31,13 @@ test-slow: $(VENV)/.installed-dev
 # Many seeded trials of every fault in the promises.
 test-faults: $(VENV)/.installed-dev
 	$(PYTEST) -m faults --timeout 3600
+
+# Runs under schedules of faults drawn from seeds, checked against what is promised; about half a minute a seed. NEMESIS collects
+# the results, and a campaign goes on where it stopped.
+SEEDS   ?= 0:13
+NEMESIS ?= nemesis.jsonl
+nemesis: $(VENV)/.installed-dev
+	$(BIN)/python tests/nemesis/campaign.py --seeds $(SEEDS) --out $(NEMESIS)
 
 # Everything that has a way of its own on a GPU, on one GPU: kernels, and whole small runs held against the host (two minutes).
 test-gpu: $(VENV)/.installed-dev

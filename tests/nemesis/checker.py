@@ -1,0 +1,176 @@
+"""Compares the history of a disturbed run with what the system promises.
+
+A history is read from what the run left behind: the journal's append-only events, the metrics, the dead
+letters, the kept rows, the last checkpoint, and what the driver saw of its processes. `violations` is a pure
+function of two histories, the disturbed run's and an undisturbed one's of the same recipe. It uses none of
+the package's own accounting.
+
+Why an empty answer means that nothing was lost or trained twice. Let e1 … en be the journal's events in the
+order of their commit; each adds +1 or −1 (a rewind to a checkpoint) to a count of its (key, kind). The checker
+folds over them and demands after every one of them
+
+    0 ≤ trained(key) + dead(key) + evicted(key) ≤ issued(key) ≤ 1.
+
+So at no moment was a row settled twice, or settled without having been issued. At the end it demands that
+every issued row is settled, or in flight and beyond the last step. Each step has as many trained rows as its
+metrics say, and the metrics have one line for each step 1 … N. With a recipe that promises bits, weights,
+optimizer and metrics are those of the undisturbed run, so the rows trained are too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SETTLED = ("trained", "dead", "evicted")
+STOP_CODES = {0, 130, 143}
+"""How a trainer may end after SIGTERM: finished, or stopped with its state saved."""
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    key: str
+    sign: int
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    code: int
+    faults: tuple[str, ...]
+    """Kinds of the faults that hit the trainer itself."""
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Promise:
+    steps: int
+    to_the_bit: bool
+    same_rows: bool
+    staleness: float | None
+
+
+@dataclass(frozen=True)
+class History:
+    launches: Sequence[Launch] = ()
+    events: Sequence[Event] = ()
+    in_flight: frozenset[str] = frozenset()
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """Lines without clocks."""
+    letters: Mapping[str, str] = field(default_factory=dict)
+    kept: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the last checkpoint's weights and optimizer."""
+    left_behind: Sequence[str] = ()
+    """Processes and temporary files of the run after its end."""
+    finished: bool = True
+    """The run ended within the time allowed after the last fault."""
+
+
+def violations(found: History, expected: History, promise: Promise) -> list[str]:
+    return [
+        *_endings(found),
+        *_accounting(found.events, found.in_flight),
+        *_metrics(found, promise),
+        *_letters(found),
+        *_kept(found),
+        *(f"left behind: {one}" for one in found.left_behind),
+        *_same(found, expected, promise),
+    ]
+
+
+def _endings(found: History) -> Iterator[str]:
+    if not found.finished:
+        yield "the run did not end within the time allowed after the last fault"
+    for number, launch in enumerate(found.launches, start=1):
+        allowed = {0}
+        if {"kill", "tear", "point"} & set(launch.faults):
+            allowed.add(-9)
+        if "terminate" in launch.faults:
+            allowed |= STOP_CODES | {-9, -15}
+        if launch.code not in allowed:
+            yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"
+
+
+def _accounting(events: Sequence[Event], in_flight: frozenset[str]) -> Iterator[str]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for number, event in enumerate(events):
+        counts[event.key, event.kind] += event.sign
+        issued = counts[event.key, "issued"]
+        settled = sum(counts[event.key, kind] for kind in SETTLED)
+        lowest = min(counts[event.key, kind] for kind in (*SETTLED, "issued"))
+        if not (lowest >= 0 and settled <= issued <= 1):
+            yield (
+                f"event {number} ({event.kind} {event.sign:+d}): row {event.key} is issued {issued} times and"
+                f" settled {settled} times"
+            )
+            return
+    for key in {key for key, _ in counts}:
+        settled = sum(counts[key, kind] for kind in SETTLED)
+        if settled + (key in in_flight) != counts[key, "issued"]:
+            yield f"row {key} is issued {counts[key, 'issued']} times, settled {settled} times, in flight: {key in in_flight}"
+
+
+def _metrics(found: History, promise: Promise) -> Iterator[str]:
+    steps = [line["step"] for line in found.metrics if "actor/loss" in line]
+    if steps != list(range(1, promise.steps + 1)):
+        yield f"metrics have lines of the steps {steps}; expected 1 to {promise.steps}, once each and in order"
+    trained: Counter[int | None] = Counter()
+    for event in found.events:
+        if event.kind == "trained":
+            trained[event.step] += event.sign
+    if {step for step, rows in trained.items() if rows} != set(range(1, promise.steps + 1)):
+        yield f"rows were trained in the steps {sorted(step for step, rows in trained.items() if rows and step)}"
+    for line in found.metrics:
+        age = line.get("async/staleness/max")
+        if age is not None and promise.staleness is not None and age > promise.staleness:
+            yield f"step {line['step']} trained a row of age {age}; the bound is {promise.staleness}"
+
+
+def _letters(found: History) -> Iterator[str]:
+    dead: Counter[str] = Counter()
+    for event in found.events:
+        if event.kind == "dead":
+            dead[event.key] += event.sign
+    if {key for key, count in dead.items() if count} != set(found.letters):
+        yield f"the journal has dead rows {sorted(+dead)}, dead_letters.jsonl has {sorted(found.letters)}"
+    for key, reason in found.letters.items():
+        others = [other for other in found.letters if other != key and other in reason]
+        if others:
+            yield f"the dead letter of {key} has the reason of {others[0]}: {reason}"
+
+
+def _kept(found: History) -> Iterator[str]:
+    for row in found.kept:
+        if row.get("teacher") and row["teacher"] != row["source"]:
+            yield f"row {row['key']} of {row['source']} was scored by {row['teacher']}"
+        oldest, newest = row.get("oldest"), row.get("newest")
+        if oldest is not None and not 0 <= oldest <= newest < row["step"]:
+            yield f"row {row['key']} of step {row['step']} was written by the weights {oldest} to {newest}"
+
+
+def _same(found: History, expected: History, promise: Promise) -> Iterator[str]:
+    if promise.to_the_bit:
+        if found.files != expected.files:
+            yield f"the last checkpoint differs in {[name for name in expected.files if found.files.get(name) != expected.files[name]]}"
+        if list(found.metrics) != list(expected.metrics):
+            pairs = zip(found.metrics, expected.metrics, strict=False)
+            first = next((one["step"] for one, other in pairs if one != other), "their number")
+            yield f"metrics differ from the undisturbed run's, first at step {first}"
+        if found.letters != expected.letters:
+            yield f"dead letters {sorted(found.letters)} instead of {sorted(expected.letters)}"
+    if promise.same_rows:
+        mine, theirs = _trained(found.events), _trained(expected.events)
+        if mine != theirs:
+            yield f"other rows were trained: more {sorted(mine - theirs)[:3]}, fewer {sorted(theirs - mine)[:3]}"
+
+
+def _trained(events: Sequence[Event]) -> set[str]:
+    counts: Counter[str] = Counter()
+    for event in events:
+        if event.kind == "trained":
+            counts[event.key] += event.sign
+    return {key for key, count in counts.items() if count}

@@ -1,0 +1,93 @@
+"""The runs that faults are injected into: small recipes of the quickstart's models, every process of them real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from small_runs import ASSETS
+
+ROLES = {
+    "replica": "understudy.teacher.replica.server",
+    "engine": "understudy.engines.hosted.process",
+    "worker": "understudy.rollout.workers.process",
+    "rank": "understudy.assembly.processes.rank",
+    "critic": "understudy.assembly.processes.critic",
+}
+"""Role → the module that its processes run. The trainer is the process that was started."""
+
+_ASYNC = {"trainer__mode": "fully_async"}
+_GROUPS = {
+    "rollout__n": 3, "rollout__filter_groups": True, "rollout__max_refills": 50, "loss__task_coef": 0.5,
+    "data__reward": "small_rewards:coarse", "trainer__batch_size": 5,
+}  # fmt: skip
+_PPO = {
+    "teachers": None, "loss": {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95},
+    "critic__learning_rate": 1e-3, "rollout__n": 3, "data__reward": "small_rewards:varied",
+    "trainer__batch_size": 4, "trainer__mini_batch_size": 2,
+}  # fmt: skip
+_OUTPUTS = {
+    "rollout__agent": "many_outputs:Outputs",
+    "rollout__agent_options": {
+        "many_outputs:Outputs": {"count": 2, "trouble": {"1/1": "long", "5/0": "raise", "9/1": "nan"}}
+    },
+    "data__shuffle": False, "data__reward": "many_outputs:reward", "trainer__batch_size": 8,
+    "trainer__max_dead_letters": 0.5,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mode:
+    changes: dict[str, Any] = field(default_factory=dict)
+    roles: tuple[str, ...] = ("trainer", "replica")
+    to_the_bit: bool = True
+    """A disturbed run ends with the weights, optimizer and metrics of an undisturbed one."""
+    same_rows: bool = True
+    """A disturbed run trains the rows of an undisturbed one."""
+    staleness: float | None = None
+
+
+MODES = {
+    "sync full": Mode(),
+    "sync fast": Mode({"run__determinism": "fast"}, to_the_bit=False),
+    "async 0": Mode({**_ASYNC, "trainer__max_staleness": 0}, staleness=0),
+    "async 1": Mode({**_ASYNC, "trainer__max_staleness": 1}, to_the_bit=False, same_rows=False, staleness=1),
+    "async 2.5": Mode(
+        {**_ASYNC, "trainer__max_staleness": 2.5}, to_the_bit=False, same_rows=False, staleness=2.5
+    ),
+    "lora": Mode({"student__lora": {"rank": 4, "alpha": 8}}),
+    "epochs": Mode({"trainer__epochs": 2, "trainer__mini_batch_size": 8}),
+    "filtered groups": Mode(_GROUPS),
+    "several outputs": Mode(_OUTPUTS),
+    "engine process": Mode({"rollout__processes": 1}, ("trainer", "replica", "engine")),
+    "rollout workers": Mode({"rollout__workers": 2}, ("trainer", "replica", "worker")),
+    "ranks": Mode({"trainer__ranks": 2}, ("trainer", "replica", "rank")),
+    "critic": Mode(_PPO, ("trainer", "critic")),
+}
+STEPS = 4
+
+
+def recipe(mode: Mode, folder: Path) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "student": {"model": str(ASSETS / "models" / "student")},
+        "teachers": {
+            name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name, "replicas": 1}
+            for name in ("add", "sort")
+        },
+        "loss": {"topk": 8},
+        "rollout": {"max_new_tokens": 8, "max_batch": 8},
+        "data": {
+            "train": str(ASSETS / "data" / "train.jsonl"),
+            "reward": "understudy.rollout.rewards.builtin:exact_match",
+        },
+        "trainer": {"steps": STEPS, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
+        "run": {"dir": str(folder / "run"), "threads": 1},
+    }
+    for path, value in mode.changes.items():
+        *sections, key = path.split("__")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return {section: entries for section, entries in table.items() if entries is not None}

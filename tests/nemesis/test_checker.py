@@ -1,0 +1,70 @@
+"""The checker accepts a right history and finds each thing that can be wrong with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from checker import Event, History, Launch, Promise, violations
+
+PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
+
+
+def good() -> History:
+    events = [
+        Event("issued", "a", 1, 0), Event("issued", "b", 1, 0), Event("issued", "c", 1, 0),
+        Event("trained", "a", 1, 1),
+        Event("trained", "a", -1, 1), Event("trained", "a", 1, 1),  # rewound and trained again
+        Event("dead", "c", 1, 1), Event("trained", "b", 1, 2),
+    ]  # fmt: skip
+    metrics = [{"step": 1, "actor/loss": 1.0, "async/staleness/max": 1}, {"step": 2, "actor/loss": 0.5}]
+    kept = [{"step": 2, "key": "b", "source": "add", "teacher": "add", "oldest": 0, "newest": 1}]
+    launches = [Launch(-9, ("kill",)), Launch(0, ())]
+    return History(launches, events, frozenset(), metrics, {"c": "row c is too long"}, kept, {"model": "1"})
+
+
+def test_a_right_history_is_accepted() -> None:
+    assert violations(good(), good(), PROMISE) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"events": [*good().events, Event("trained", "b", 1, 2)]}, "settled 2 times"),
+        ({"events": [*good().events, Event("issued", "a", 1, 2)]}, "issued 2 times"),
+        ({"events": [*good().events, Event("dead", "b", 1, 2)]}, "settled 2 times"),
+        ({"events": [*good().events, Event("trained", "z", 1, 2)]}, "issued 0 times"),
+        ({"events": [*good().events, Event("issued", "z", 1, 2)]}, "row z is issued 1 times, settled 0"),
+        ({"events": [*good().events, Event("issued", "z", -1, 2)]}, "row z is issued -1"),
+        ({"in_flight": frozenset({"a"})}, "in flight: True"),
+        ({"metrics": good().metrics[:1]}, "lines of the steps [1]"),
+        ({"metrics": [*good().metrics, good().metrics[1]]}, "lines of the steps [1, 2, 2]"),
+        ({"metrics": [{**good().metrics[0], "async/staleness/max": 2}, good().metrics[1]]}, "of age 2"),
+        ({"metrics": [{**good().metrics[0], "actor/loss": 2.0}, good().metrics[1]]}, "first at step 1"),
+        ({"letters": {}}, "dead_letters.jsonl has []"),
+        ({"letters": {"c": "row c is too long", "b": "row c is too long"}}, "has the reason of c"),
+        ({"kept": [{**good().kept[0], "teacher": "sort"}]}, "was scored by sort"),
+        ({"kept": [{**good().kept[0], "newest": 2}]}, "was written by the weights 0 to 2"),
+        ({"files": {"model": "2"}}, "differs in ['model']"),
+        ({"left_behind": ["python -m replica"]}, "left behind: python -m replica"),
+        ({"finished": False}, "did not end"),
+        ({"launches": [Launch(1, ("kill",)), Launch(0, ())]}, "launch 1 ended with 1"),
+        ({"launches": [Launch(-9, ()), Launch(0, ())]}, "launch 1 ended with -9"),
+    ],
+)  # fmt: skip
+def test_each_wrong_history_is_found(change: dict[str, Any], said: str) -> None:
+    found = violations(replace(good(), **change), good(), PROMISE)
+    assert any(said in one for one in found), found
+
+
+def test_other_rows_are_found_without_bits() -> None:
+    other = replace(
+        good(),
+        events=[Event(one.kind, one.key.replace("b", "d"), one.sign, one.step) for one in good().events],
+    )
+    promise = replace(PROMISE, to_the_bit=False)
+    assert any(
+        "other rows were trained: more ['d'], fewer ['b']" in one
+        for one in violations(other, good(), promise)
+    )

@@ -1,0 +1,34 @@
+"""Two schedules against real runs; `make nemesis SEEDS=0:100` tries more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from campaign import try_schedule
+from modes import MODES
+from schedules import Fault, Schedule, draw, shrink
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_disturbed_run_keeps_every_promise(seed: int, tmp_path: Path) -> None:
+    found = try_schedule(draw(seed), tmp_path)
+    assert found["violations"] == []
+    assert found["faults"], "no fault was injected"
+
+
+def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
+    drawn = [draw(seed) for seed in range(400)]
+    assert drawn == [draw(seed) for seed in range(400)]
+    assert {one.mode for one in drawn} == set(MODES)
+    reached = {(one.mode, fault.role) for one in drawn for fault in one.faults}
+    assert reached >= {(name, role) for name, mode in MODES.items() for role in mode.roles}
+    assert all(Schedule.from_dict(one.as_dict()) == one for one in drawn)
+
+
+def test_a_failing_schedule_shrinks_to_the_fault_that_matters() -> None:
+    bad = Fault("kill", "replica", 2, 1.5)
+    schedule = Schedule("sync full", (Fault("freeze", seconds=1.0), bad, Fault("tear", after=3)))
+    small = shrink(schedule, lambda one: any(fault.role == "replica" for fault in one.faults), tries=50)
+    assert small.faults == (Fault("kill", "replica"),)
