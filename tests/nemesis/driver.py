@@ -79,10 +79,12 @@ class Trial:
             "PYTHONPATH": os.pathsep.join([str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         hit: list[str] = []
-        if self.pending and self.pending[0].kind == "point" and self._steps() >= self.pending[0].after:
-            fault = self.pending.pop(0)
-            env["UNDERSTUDY_FAULT"] = fault.place
-            self.injected.append(fault)
+        if point := next(
+            (one for one in self.pending if one.kind == "point" and one.after <= self._steps()), None
+        ):
+            self.pending.remove(point)
+            env["UNDERSTUDY_FAULT"] = point.place
+            self.injected.append(point)
             hit.append("point")
         log = self.folder / f"launch{len(self.launches)}.log"
         with log.open("wb") as sink:
@@ -94,11 +96,11 @@ class Trial:
         while trainer.poll() is None:
             self._thaw()
             now = time.monotonic()
-            fault = self.pending[0] if self.pending and self.pending[0].kind != "point" else None
+            fault = next((one for one in self.pending if one.kind != "point"), None)
             if fault is None or self._steps() < fault.after:
                 ready = now
             elif now - max(ready, started) >= fault.delay:
-                self.pending.pop(0)
+                self.pending.remove(fault)
                 hit += self._inject(fault, trainer)
                 ready = self._last_fault = time.monotonic()
             if now - self._last_fault > LONGEST:

@@ -24,7 +24,7 @@ POINTS = (
 class Fault:
     kind: str
     """kill, terminate or freeze a process; tear: kill the trainer and leave half a line at the end of its files;
-    point: the next trainer kills itself at `place`."""
+    point: the next trainer to be started kills itself at `place`, if it comes there."""
     role: str = "trainer"
     after: int = 0
     """Steps whose metrics are written before the fault."""
