@@ -99,9 +99,10 @@ class Trial:
             fault = next((one for one in self.pending if one.kind != "point"), None)
             if fault is None or self._steps() < fault.after:
                 ready = now
-            elif now - max(ready, started) >= fault.delay:
+            elif now - max(ready, started) >= fault.delay and (target := _target(fault, trainer)) is not None:
                 self.pending.remove(fault)
-                hit += self._inject(fault, trainer)
+                self.injected.append(fault)
+                hit += self._inject(fault, trainer, target)
                 ready = self._last_fault = time.monotonic()
             if now - self._last_fault > LONGEST:
                 trainer.kill()
@@ -110,28 +111,20 @@ class Trial:
         self._thaw(everything=True)
         return Launch(int(trainer.returncode), tuple(hit), log.read_text(errors="replace"))
 
-    def _inject(self, fault: Fault, trainer: psutil.Popen) -> list[str]:
+    def _inject(self, fault: Fault, trainer: psutil.Popen, target: psutil.Process) -> list[str]:
         """Returns the fault's kind if it hit the trainer itself."""
-        if fault.kind == "tear":
-            trainer.kill()
-            trainer.wait()
-            for name in ("metrics.jsonl", "spans.jsonl"):
-                if (self.run / name).exists():
-                    with (self.run / name).open("ab") as file:
-                        file.write(_HALF_A_LINE)
-            self.injected.append(fault)
-            return ["tear"]
-        processes = [trainer] if fault.role == "trainer" else list(_of_role(trainer, fault.role))
-        if not processes:
-            return []
-        target = processes[fault.which % len(processes)]
         with suppress(psutil.NoSuchProcess):
-            if fault.kind == "freeze":
+            if fault.kind == "tear":
+                trainer.kill()
+                trainer.wait()
+                for path in (self.run / "metrics.jsonl", self.run / "spans.jsonl"):
+                    if path.exists():
+                        path.write_bytes(path.read_bytes() + _HALF_A_LINE)
+            elif fault.kind == "freeze":
                 target.suspend()
                 self._frozen.append((time.monotonic() + fault.seconds, target))
             else:
                 target.send_signal(_SIGNALS[fault.kind])
-            self.injected.append(fault)
         return [fault.kind] if fault.role == "trainer" else []
 
     def _thaw(self, everything: bool = False) -> None:
@@ -173,6 +166,11 @@ def reference(mode: str, folder: Path) -> History:
 def promise(mode: str) -> Promise:
     own = MODES[mode]
     return Promise(STEPS, own.to_the_bit, own.same_rows, own.staleness)
+
+
+def _target(fault: Fault, trainer: psutil.Popen) -> psutil.Process | None:
+    processes = [trainer] if fault.role == "trainer" else list(_of_role(trainer, fault.role))
+    return processes[fault.which % len(processes)] if processes else None
 
 
 def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:

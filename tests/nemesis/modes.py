@@ -65,7 +65,7 @@ MODES = {
     "ranks": Mode({"trainer__ranks": 2}, ("trainer", "replica", "rank")),
     "critic": Mode(_PPO, ("trainer", "critic")),
 }
-STEPS = 4
+STEPS = 6
 
 
 def recipe(mode: Mode, folder: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Fault:
     after: int = 0
     """Steps whose metrics are written before the fault."""
     delay: float = 0.0
-    """Seconds from then on, or from the start of the trainer if that is later."""
+    """Seconds from then on, or from the start of the trainer if that is later; a start takes about ten."""
     which: int = 0
     """Of several processes of the role."""
     seconds: float = 0.0
@@ -60,7 +60,8 @@ def draw(seed: int, mode: str | None = None) -> Schedule:
 
 
 def _fault(chance: random.Random, mode: str) -> Fault:
-    after, delay = chance.randrange(STEPS), chance.choice((0.0, chance.uniform(0, 0.5), chance.uniform(0, 6)))
+    after = chance.randrange(STEPS)
+    delay = round(chance.uniform(0, 12) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.6))), 2)
     role = chance.choice(MODES[mode].roles)
     kind = chance.choices(("kill", "terminate", "freeze", "tear", "point"), (4, 2, 3, 1, 3))[0]
     if kind == "point":
@@ -70,7 +71,7 @@ def _fault(chance: random.Random, mode: str) -> Fault:
     if kind == "tear":
         return Fault("tear", after=after, delay=delay)
     seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), 20.0)) if kind == "freeze" else 0.0
-    return Fault(kind, role, after, round(delay, 2), chance.randrange(2), round(seconds, 2))
+    return Fault(kind, role, after, delay, chance.randrange(2), round(seconds, 2))
 
 
 def smaller(schedule: Schedule) -> Iterator[Schedule]:
