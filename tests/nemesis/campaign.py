@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--shrink", type=int, default=12, help="trials that a failing schedule is made smaller with"
     )
+    parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this long")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="understudy-nemesis-") as name:
@@ -89,6 +90,8 @@ def _many(options: argparse.Namespace, folder: Path) -> int:
             )
         with options.out.open("a") as file:
             file.write(json.dumps({"seed": seed, "only": options.mode, **found}) + "\n")
+        if failed and options.first:
+            break
     print(f"{tried} schedules, {faults} faults, {failed} schedules with violations")
     return int(failed > 0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -165,7 +166,8 @@ def reference(mode: str, folder: Path) -> History:
 
 def promise(mode: str) -> Promise:
     own = MODES[mode]
-    return Promise(STEPS, own.to_the_bit, own.same_rows, own.staleness)
+    bound = None if own.staleness is None else math.ceil(own.staleness)  # the proof in docs/async.md
+    return Promise(STEPS, own.to_the_bit, own.same_rows, bound)
 
 
 def _target(fault: Fault, trainer: psutil.Popen) -> psutil.Process | None:
