@@ -1,4 +1,5 @@
-"""Writes keys.md, cli.md and errors.md beside itself from the config models, the argument parser and errors.py.
+"""Writes keys.md, cli.md, errors.md and api.md beside itself from the config models, the argument parser, errors.py and
+docstrings.
 
 python docs/reference/generate.py
 
@@ -8,6 +9,7 @@ It lies beside its pages, as docs/figures/losses.py does, because it is of use t
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
@@ -141,6 +143,103 @@ def exit_codes() -> str:
     return _page(lines)
 
 
+def api() -> str:
+    lines = [
+        "# Python API",
+        "",
+        "What Python code may import: functions and classes with their signatures and docstrings. Other modules may change without",
+        "notice. Written by `docs/reference/generate.py`.",
+    ]
+    for title, about, named in API:
+        lines += ["", f"## {title}", "", about]
+        for name in named:
+            module, _, attribute = name.rpartition(".")
+            lines += _described(name, getattr(importlib.import_module(module), attribute))
+    return _page(lines)
+
+
+def _described(name: str, one: Any) -> list[str]:
+    lines = [
+        "",
+        f"### {name.rpartition('.')[2]}",
+        "",
+        "```python",
+        f"from {name.rpartition('.')[0]} import {name.rpartition('.')[2]}",
+    ]
+    if not inspect.isclass(one):
+        return [*lines, "", _signature(name.rpartition(".")[2], one), "```", "", _text(one)]
+    lines += ["```", "", _text(one)]
+    members = [
+        (key, value) for key, value in vars(one).items() if not key.startswith("_") or key == "__call__"
+    ]
+    fields = {key for key in getattr(one, "__dataclass_fields__", {}) if not key.startswith("_")}
+    typed = [f"| `{key}` | `{_type(kind)}` |" for key, kind in _annotations(one).items() if key in fields]
+    if typed:
+        lines += ["", "| field | type |", "|---|---|", *typed]
+    for key, value in members:
+        raw = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        if isinstance(value, property):
+            lines += ["", f"**`{key}`** (property). {_text(value.fget)}".rstrip()]
+        elif inspect.isfunction(raw):
+            lines += ["", "```python", _signature(key, raw), "```", "", _text(raw)]
+    return lines
+
+
+def _annotations(one: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for base in reversed(one.__mro__):
+        found |= getattr(base, "__annotations__", {})
+    return found
+
+
+def _type(kind: Any) -> str:
+    return (kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))).replace("|", "\\|")
+
+
+def _signature(name: str, function: Any) -> str:
+    """One parameter a line where the signature is long."""
+    found = inspect.signature(function)
+    parameters = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
+    short = f"{name}{found.replace(parameters=parameters)}"
+    if len(short) <= 100:
+        return short.replace("'", "")
+    lines, keyword = [f"{name}("], False
+    for one in parameters:
+        if one.kind is one.KEYWORD_ONLY and not keyword:
+            lines.append("    *,")
+            keyword = True
+        lines.append(f"    {one},")
+    shown = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"
+    return "\n".join([*lines, f"){shown}"]).replace("'", "")
+
+
+def _text(one: Any) -> str:
+    return inspect.getdoc(one) or ""
+
+
+API = (
+    (
+        "Runs",
+        "Start, resume and read runs.",
+        ("understudy.distill", "understudy.train", "understudy.resume", "understudy.Run", "understudy.Step",
+         "understudy.Evaluation", "understudy.SavedCheckpoint"),
+    ),
+    (
+        "Agent loops",
+        "What a loop of your own is given and returns ([agent loops](../agent-loops.md)).",
+        ("understudy.rollout.agents.agent.AgentLoop", "understudy.rollout.agents.agent.LoopContext",
+         "understudy.rollout.agents.transcript.Transcript", "understudy.types.prompt.Prompt",
+         "understudy.types.trajectory.Trajectory"),
+    ),
+    (
+        "Rewards",
+        "Rewards that ship; a reward of your own is a function with such parameters ([running](../running.md)).",
+        ("understudy.rollout.rewards.builtin.exact_match", "understudy.rollout.rewards.builtin.gsm8k", "understudy.rollout.rewards.builtin.boxed_number"),
+    ),
+)  # fmt: skip
+"""(title, sentence, names) of each section of api.md."""
+
+
 def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
@@ -157,6 +256,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     HERE / "keys.md": keys,
     HERE / "cli.md": cli,
     HERE / "errors.md": exit_codes,
+    HERE / "api.md": api,
 }
 
 if __name__ == "__main__":
