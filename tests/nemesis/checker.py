@@ -29,6 +29,10 @@ STOP_CODES = {0, 130, 143}
 """How a trainer may end after SIGTERM: finished, or stopped with its state saved."""
 
 
+AT_START = "another process, before the launch's first step"
+"""A launch may end with 2 and that process's name if one of its processes is lost while they start."""
+
+
 @dataclass(frozen=True)
 class Event:
     kind: str
@@ -41,7 +45,7 @@ class Event:
 class Launch:
     code: int
     faults: tuple[str, ...]
-    """Kinds of the faults that hit the trainer itself."""
+    """Kinds of the faults that hit the trainer itself; of those that hit another process, with its role, or `AT_START`."""
     output: str = ""
 
 
@@ -91,6 +95,8 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(-9)
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
+        if AT_START in launch.faults and "ended with code" in launch.output:
+            allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"
 

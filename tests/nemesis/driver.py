@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from checker import Event, History, Launch, Promise
+from checker import AT_START, Event, History, Launch, Promise
 from modes import MODES, ROLES, STEPS, recipe
 from schedules import Fault, Schedule
 from small_runs import write_toml
@@ -93,6 +93,7 @@ class Trial:
                 [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],
                 env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        before = self._steps()
         started = ready = self._last_fault = time.monotonic()
         while trainer.poll() is None:
             self._thaw()
@@ -103,7 +104,9 @@ class Trial:
             elif now - max(ready, started) >= fault.delay and (target := _target(fault, trainer)) is not None:
                 self.pending.remove(fault)
                 self.injected.append(fault)
-                hit += self._inject(fault, trainer, target)
+                hit.append(self._inject(fault, trainer, target))
+                if fault.role != "trainer" and self._steps() == before:
+                    hit[-1] = AT_START
                 ready = self._last_fault = time.monotonic()
             if now - self._last_fault > LONGEST:
                 trainer.kill()
@@ -112,8 +115,8 @@ class Trial:
         self._thaw(everything=True)
         return Launch(int(trainer.returncode), tuple(hit), log.read_text(errors="replace"))
 
-    def _inject(self, fault: Fault, trainer: psutil.Popen, target: psutil.Process) -> list[str]:
-        """Returns the fault's kind if it hit the trainer itself."""
+    def _inject(self, fault: Fault, trainer: psutil.Popen, target: psutil.Process) -> str:
+        """Returns whom it hit, and how."""
         with suppress(psutil.NoSuchProcess):
             if fault.kind == "tear":
                 trainer.kill()
@@ -126,7 +129,7 @@ class Trial:
                 self._frozen.append((time.monotonic() + fault.seconds, target))
             else:
                 target.send_signal(_SIGNALS[fault.kind])
-        return [fault.kind] if fault.role == "trainer" else []
+        return fault.kind if fault.role == "trainer" else f"{fault.kind} {fault.role}"
 
     def _thaw(self, everything: bool = False) -> None:
         now = time.monotonic()

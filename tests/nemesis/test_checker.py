@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checker import Event, History, Launch, Promise, violations
+from checker import AT_START, Event, History, Launch, Promise, violations
 
 PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
 
@@ -51,6 +51,8 @@ def test_a_right_history_is_accepted() -> None:
         ({"finished": False}, "did not end"),
         ({"launches": [Launch(1, ("kill",)), Launch(0, ())]}, "launch 1 ended with 1"),
         ({"launches": [Launch(-9, ()), Launch(0, ())]}, "launch 1 ended with -9"),
+        ({"launches": [Launch(-9, ("kill replica",)), Launch(0, ())]}, "launch 1 ended with -9"),
+        ({"launches": [Launch(2, (AT_START,), "error: bad recipe"), Launch(0, ())]}, "launch 1 ended with 2"),
     ],
 )  # fmt: skip
 def test_each_wrong_history_is_found(change: dict[str, Any], said: str) -> None:
@@ -68,3 +70,8 @@ def test_other_rows_are_found_without_bits() -> None:
         "other rows were trained: more ['d'], fewer ['b']" in one
         for one in violations(other, good(), promise)
     )
+
+
+def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:
+    launches = [Launch(2, (AT_START,), "process teacher-add-0 ended with code -9"), Launch(0, ())]
+    assert violations(replace(good(), launches=launches), good(), PROMISE) == []
