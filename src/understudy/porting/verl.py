@@ -93,6 +93,9 @@ def _student(draft: Draft) -> None:
     draft.put("student.dtype", _DTYPES.get(given, given), dtype)
     checkpointing = f"{_MODEL}.enable_gradient_checkpointing"
     draft.put("student.gradient_checkpointing", bool(draft.get(checkpointing, True)), checkpointing)
+    tower = f"{_ACTOR}.freeze_vision_tower"
+    if draft.get(tower) is not None:
+        draft.put("student.freeze_vision", bool(draft.get(tower)), tower)
     attention = f"{_MODEL}.override_config.attn_implementation"
     if draft.get(attention) is not None:
         draft.put("student.attention", draft.get(attention), attention)
