@@ -16,6 +16,7 @@ from test_teacher_pictures import items_of
 from vision_models import FAMILIES, folder_of, picture, reader_of
 
 from understudy.media.store import MediaStore
+from understudy.nn.vision import freeze_vision
 from understudy.nn.vision_features import VisionFeatures, features_for
 from understudy.policy.load import load_student
 from understudy.teacher.protocol import request_of
@@ -94,6 +95,23 @@ def test_sessions_of_a_prompt_share_them_and_new_weights_do_not(tmp_path: Path) 
 
     ours, theirs = asyncio.run(run())
     np.testing.assert_array_equal(ours[0], theirs[0])
+
+
+def test_a_frozen_tower_keeps_them_over_new_weights(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    engine = engine_of(folder, store)
+    freeze_vision(engine._model)
+    request = requests_of(folder, store, temperature=1.0)[0]
+
+    async def run() -> int:
+        for version in (1, 2):
+            await engine.generate([request])
+            await engine.update_weights(version, engine._model.state_dict().items())
+        await engine.close()
+        assert engine._features is not None
+        return engine._features.computed
+
+    assert asyncio.run(run()) == 1
 
 
 def test_a_teacher_reads_a_picture_once_until_its_weights_change(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool
 from understudy.errors import EngineError
 from understudy.media.processor import PictureReader
 from understudy.nn.rotary_border import crossing, rotary_border
-from understudy.nn.vision import is_vision
+from understudy.nn.vision import is_vision, is_vision_frozen
 from understudy.nn.vision_features import features_for
 
 logger = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ class HFEngine:
         try:
             await asyncio.to_thread(self._load, tensors)
             self._version = version
-            if self._features is not None:
+            if self._features is not None and not is_vision_frozen(self._model):
                 self._features.clear()
             self._scheduler.weights_changed()
         except BaseException as error:
