@@ -19,6 +19,7 @@ optimizer and metrics are those of the undisturbed run, so the rows trained are 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(-9)
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
-        if AT_START in launch.faults and "ended with code" in launch.output:
+        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
             allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"

@@ -102,8 +102,9 @@ class Channel:
             raise
         if first is None or not isinstance(first[0], wire.Ready):
             await self._line.close()
+            how = await self._line.ended()
             raise ConfigError(
-                f"{self._name} could not start its loop {setup.agent!r}; its own words are on stderr above"
+                f"{self._name} could not start its loop {setup.agent!r}: it {how}; what it wrote is on stderr above"
             )
         self._listener = asyncio.create_task(self._listen())
 

@@ -16,7 +16,7 @@ from chat_tokenizers import chat_tokenizer
 from recording_engine import CONTEXT, RecordingEngine
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.errors import ClusterError, DataError, EngineError
+from understudy.errors import ClusterError, ConfigError, DataError, EngineError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
@@ -292,6 +292,19 @@ def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
         assert starts == 3
 
     with_workers(tmp_path, use, restarts=2, open_line=open_line)
+
+
+def test_one_that_is_killed_before_it_is_ready_is_said_to_be_killed(tmp_path: Path) -> None:
+    async def open_line(number: int) -> Any:
+        worker = await PipeWorker.open(number)
+        os.kill(worker.pid, signal.SIGKILL)
+        return worker
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match="it died with exit code -9"):
+        with_workers(tmp_path, use, open_line=open_line)
 
 
 def test_errors_keep_their_kind(with_one: Shared) -> None:
