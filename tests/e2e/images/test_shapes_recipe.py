@@ -27,8 +27,8 @@ def test_a_student_learns_to_look_and_a_blind_one_does_not(tmp_path: Path) -> No
     done = subprocess.run(
         [
             *command,
-            "trainer.steps=50",
-            "trainer.eval_every=50",
+            "trainer.steps=90",
+            "trainer.eval_every=90",
             f"data.eval={tmp_path / 'study' / 'data' / 'valid.jsonl'}",
         ],
         capture_output=True,
