@@ -102,8 +102,8 @@ MUTATIONS = {
     ),
     "siblings see each other's tails": Mutation(
         "teacher/scoring/packing.py",
-        "before = (prefix_at, family.shared) if family.shared else None",
-        "before = (prefix_at, at - prefix_at) if family.shared else None",
+        "before = (prefix_at, group.shared) if group.shared else None",
+        "before = (prefix_at, at - prefix_at) if group.shared else None",
         "unit/teacher/test_teacher_scorer.py",
     ),
 }
