@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,20 @@ def test_a_closed_terminal_saves_and_stops(recipe: Make, tmp_path: Path) -> None
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["OMP_NUM_THREADS"] = "1"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would hand down that it is ignored
         os.execv(sys.executable, [sys.executable, "-m", "understudy.cli.main", "train", str(path)])
     process, deadline = psutil.Process(pid), time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
-        assert time.monotonic() < deadline
-        if select.select([terminal], [], [], 0.1)[0]:
-            os.read(terminal, 1 << 16)
-    family = [process, *process.children(recursive=True)]
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    try:
+        while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+            assert time.monotonic() < deadline
+            if select.select([terminal], [], [], 0.1)[0]:
+                os.read(terminal, 1 << 16)
+        family = [process, *process.children(recursive=True)]
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()  # a test that is given up leaves no run behind
     assert all_gone(family[1:])
     assert read_json(run / "state.json")["status"] == "stopped"
     steps = [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
