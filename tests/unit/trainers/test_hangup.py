@@ -18,7 +18,11 @@ def test_a_hangup_asks_to_stop_and_a_second_one_changes_nothing() -> None:
                 assert stop.requested
         return notes
 
-    notes = asyncio.run(run())
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests themselves run under nohup
+    try:
+        notes = asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert len(notes) == 1 and notes[0].startswith("SIGHUP: finishing this step")
 
 
