@@ -123,6 +123,12 @@ def test_no_folder_is_too_full() -> None:
     assert not {str(folder): files for folder, files in folders.items() if files > MOST_FILES}
 
 
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest imports them by their names alone, and refuses the second of two."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert not {name for name, files in names.items() if files > 1} - {"__init__.py", "conftest.py"}
+
+
 def test_scripts_import_names_that_exist() -> None:
     """Types of scripts are not checked and most of them need a GPU, so that a renamed class would go unnoticed."""
     modules = {module(path): path for path in [*FILES, PACKAGE / "__init__.py"]}
