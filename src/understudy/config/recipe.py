@@ -298,7 +298,12 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     loss, teachers = recipe.loss, recipe.teachers
     if loss.distill_coef == 0 and loss.task_coef == 0:
         problems.append(
-            "loss.distill_coef and loss.task_coef are both 0: nothing would be learnt; set one above 0"
+            "loss.distill_coef and loss.task_coef are both 0: "
+            + (
+                "loss.sft_coef alone is not supported; set one of them above 0"
+                if loss.sft_coef > 0
+                else "nothing would be learnt; set one above 0"
+            )
         )
     if loss.distill_coef > 0 and not teachers:
         problems.append(

@@ -69,9 +69,13 @@ class RunDir:
     def check_new(self) -> None:
         """Raises if the folder is not empty."""
         if not _is_free(self.path):
-            what = "holds a run already" if self.recipe.exists() else "exists and is not empty"
+            if self.recipe.exists():
+                raise RunDirectoryError(
+                    f"{self.path} holds a run already; continue it with `understudy resume {self.path}`, or name another folder "
+                    "in run.dir"
+                )
             raise RunDirectoryError(
-                f"{self.path} {what}; continue it with `understudy resume {self.path}`, or name another folder in run.dir"
+                f"{self.path} exists, is not empty and holds no run; name another folder in run.dir, or empty it"
             )
 
     @staticmethod

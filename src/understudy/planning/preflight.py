@@ -46,6 +46,7 @@ from understudy.planning.teacher_checks import (
     contexts_of,
     mixtures_fit,
     own_prompts,
+    own_start_notes,
     prompts_render,
     sessions_can_be_shown,
     signals_fit,
@@ -180,6 +181,7 @@ def preflight(
     measure = measured_once(whole) if whole else None
     prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
     problems += sessions_can_be_shown(recipe, prompts)
+    findings.notes += own_start_notes(recipe)
     if student is None and not problems:
         findings.notes.append(
             f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"

@@ -220,3 +220,16 @@ def scores_row(data: DataConfig, teachers: Mapping[str, TeacherConfig], name: st
     value = row.get(data.teacher_key)
     keys = {teacher.key for teacher in teachers.values()}
     return value == teachers[name].key or (name == data.default_teacher and value not in keys)
+
+
+def own_start_notes(recipe: Recipe) -> list[str]:
+    """A note on each teacher that is the student as it started and reads the same prompt. Refused only for a live
+    one: rewards or given answers move the student away, and then such a teacher holds it near its start."""
+    if recipe.loss.task_coef or recipe.loss.sft_coef or recipe.rollout.off_policy:
+        return []
+    return [
+        f"teachers.{name} is the student as it starts and reads the student's prompt: the loss begins at 0 and nothing moves the "
+        "student; give it a `prompt` of its own, or set loss.task_coef"
+        for name, teacher in recipe.teachers.items()
+        if teacher.version == "start" and not teacher.reads_own_prompt
+    ]

@@ -163,7 +163,7 @@ def test_a_run_directory_that_exists(
     (tmp_path / "there" / "file").write_text("precious")
     path = write_toml(tmp_path / "recipe.toml", recipe("there"))
     assert main(["train", str(path)]) == 2
-    assert "exists and is not empty" in capsys.readouterr().err
+    assert "exists, is not empty and holds no run" in capsys.readouterr().err
     assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["file"]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ASSETS, run_cli, write_toml
+from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
@@ -175,3 +175,22 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
 def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         understudy.train(own("never", **change), progress=False)
+
+
+@pytest.mark.parametrize("task_coef", [0.0, 0.5])
+def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, task_coef: float) -> None:
+    """Without a prompt of its own it is the student's distribution; beside rewards it holds the student near its start."""
+    table = own("same", loss__task_coef=task_coef, rollout__n=2)
+    del table["teachers"]["base"]["prompt"]
+    table["data"]["reward"] = "understudy.rollout.rewards.builtin:exact_match"
+    code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table)))
+    assert code == 0, said
+    assert ("the loss begins at 0 and nothing moves the student" in " ".join(said.split())) == (
+        task_coef == 0
+    )
+
+
+def test_cross_entropy_alone_is_refused_by_its_name(own: Make) -> None:
+    table = own("alone", loss__distill_coef=0.0, loss__sft_coef=1.0, rollout__off_policy=1.0)
+    with pytest.raises(ConfigError, match="sft_coef alone is not supported"):
+        parse_recipe(table)

@@ -106,8 +106,8 @@ def pair_notes(student: Side, other: Side) -> list[str]:
     only_student = sorted(ours.keys() - theirs.keys())
     if only_student:
         notes.append(
-            f"{other.place} lacks {_counted(only_student, ours)} of the student, never sampled in this run; a row whose prompt holds "
-            "one is set aside"
+            f"{other.place} lacks {_counted(only_student, ours)} of the student, never sampled in this run; a prompt that holds one "
+            "cannot be scored"
         )
     if other.kind == "teacher" and student.template and other.template and student.template != other.template:
         notes.append(f"{other.place} has another chat template; it reads what the student's template renders")
