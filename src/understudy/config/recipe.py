@@ -84,6 +84,11 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def apply_overrides(table: dict[str, Any], overrides: Overrides) -> None:
     """Set each override in the plain tables of a recipe."""
     problems = []
+    given = {str(one).partition("=")[0].strip() for one in overrides}
+    if given.issuperset(f"trainer.{name}" for name in _LENGTHS):
+        problems.append(
+            "both trainer.steps and trainer.passes are given; keep one: steps, or passes over the data"
+        )
     for override in overrides:
         try:
             if isinstance(overrides, Mapping):
@@ -213,7 +218,7 @@ def set_key(table: dict[str, Any], name: str, value: Any, shown: str) -> None:
             raise ConfigError(f"{shown}: `{section}` is a value, not a section")
     if (
         sections == ["trainer"] and key in _LENGTHS
-    ):  # the length is given as steps or as passes; the last one given counts
+    ):  # the length is given as steps or as passes; an override replaces both
         for other in _LENGTHS:
             table.pop(other, None)
     table[key] = value

@@ -162,14 +162,15 @@ def run_status(state: dict[str, Any], waits: dict[str, Any]) -> str:
     told = str(state.get("status", "unknown"))
     if told != "running":
         return told
-    if time.time() - float(waits.get("written", 0)) < FRESH_SECONDS and waits.get("status") == "running":
-        return "running"
-    return "running" if _process_lives(state) else "killed"
+    if state.get("host", socket.gethostname()) == socket.gethostname():
+        alive = _process_lives(state)
+    else:
+        fresh = time.time() - float(waits.get("written", 0)) < FRESH_SECONDS
+        alive = fresh and waits.get("status") == "running"
+    return "running" if alive else "killed"
 
 
 def _process_lives(state: dict[str, Any]) -> bool:
-    if state.get("host", socket.gethostname()) != socket.gethostname():
-        return False
     try:
         return psutil.Process(int(state["pid"])).status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, KeyError, TypeError, ValueError):

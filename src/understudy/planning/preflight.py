@@ -50,6 +50,7 @@ from understudy.planning.teacher_checks import (
     prompts_render,
     sessions_can_be_shown,
     signals_fit,
+    silent_servers,
 )
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
@@ -135,8 +136,9 @@ def preflight(
 ) -> list[str]:
     """Every problem, one line each; with `progress`, long checks report their progress.
 
-    `starting`: the run starts on this machine next, so a hub that cannot be asked is a problem. If the recipe
-    is only checked, or its models are loaded on other machines, it is a note. `new_run`: run.dir must be free."""
+    `starting`: the run starts on this machine next, so a hub or a teacher's server that cannot be asked is a
+    problem. If the recipe is only checked, or its models are loaded on other machines, it is a note. `new_run`:
+    run.dir must be free."""
     look_in(recipe.run.python_path)
     findings = findings or Findings()
     slow = SlowWork(enabled=progress)
@@ -237,6 +239,9 @@ def preflight(
         problems += reward.problems
         findings.notes += reward.notes
     attempt(lambda: _rollouts_can_be_made(recipe, student))
+    none_answers, some_answer = silent_servers(recipe)
+    (problems if starting and recipe.cluster.backend == "local" else findings.notes).extend(none_answers)
+    findings.notes += some_answer
     attempt(lambda: probe_run_dir(recipe.run.dir, new=new_run))
     problems += missing_loggers(recipe.run.loggers)
     problems += missing_extras(recipe)

@@ -5,8 +5,10 @@ Imports no torch: `understudy check` runs this.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from understudy.config import DataConfig, Recipe, TeacherConfig
 from understudy.errors import DataError
@@ -30,6 +32,37 @@ Measure = Callable[[Row], Measured | None]
 """None if the student's tokenizer is not known."""
 _CLOSED_SIGNALS = ("sampled", "topk")
 """The signals that servers other than ours can give."""
+_CONNECT_SECONDS = 3
+
+
+def silent_servers(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Running servers that the recipe names and that accept no connection: teachers and engines of which none
+    does, and those of which some do."""
+    named = {f"teachers.{name}.urls": teacher.urls for name, teacher in recipe.teachers.items()}
+    named["rollout.urls"] = recipe.rollout.urls
+    none: list[str] = []
+    some: list[str] = []
+    for place, urls in named.items():
+        refused = [(url, why) for url in urls if (why := _unreachable(url))]
+        for url, why in refused:
+            line = (
+                f"{place}: no server accepts connections at {url} ({why}); start it, or correct the address"
+            )
+            (none if len(refused) == len(urls) else some).append(line)
+    return none, some
+
+
+def _unreachable(url: str) -> str | None:
+    """Why no connection to this address can be made; None if one can."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_SECONDS):
+            return None
+    except TimeoutError:
+        return f"no answer within {_CONNECT_SECONDS} s"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
 
 
 def own_prompts(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherPrompt]:

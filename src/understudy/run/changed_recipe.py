@@ -140,7 +140,7 @@ class Change:
 
     def __str__(self) -> str:
         if self.before is None:
-            return f"{self.key} = {_shown(self.after)}, which was not set ({self.reason})"
+            return f"{self.key} = {_shown(self.after)} ({self.reason})"
         return f"{self.key}: {_shown(self.before)} → {_shown(self.after)} ({self.reason})"
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,11 +125,16 @@ async def launch(
 
 
 async def resume(
-    path: Path, overrides: Overrides = (), *, progress: bool = True, callbacks: Callbacks | None = None
+    path: Path,
+    overrides: Overrides = (),
+    *,
+    progress: bool = True,
+    callbacks: Callbacks | None = None,
+    tell: Callable[[str], object] = logger.info,
 ) -> RunOutcome:
     """Continue a run from its last checkpoint, or from the start if it has none.
 
-    `overrides` change recipe keys that may change (`changed_recipe.py`).
+    `overrides` change recipe keys that may change (`changed_recipe.py`); `tell` is called with each change.
     """
     run = RunDir.open(path)
     recipe, changes = changed_recipe(run, overrides)
@@ -138,12 +143,15 @@ async def resume(
         raise ConfigError(problems)
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
+    given = recipe.trainer
     recipe, data = recipe.with_steps(len(data.train)), _with_length(recipe, data)
     saved = last_checkpoint_step(run)
     if saved > recipe.trainer.steps:
+        length = given.length_note(len(data.train)) or f"trainer.steps = {recipe.trainer.steps}"
+        key, counted = ("trainer.passes", "passes") if given.passes else ("trainer.steps", "steps")
         raise ConfigError(
-            f"trainer.steps = {recipe.trainer.steps}: {run.path} has taken {saved} steps already; steps are counted from the start of "
-            f"the run, so give more than {saved}, or leave it out"
+            f"{length}: {run.path} has taken {saved} steps already; {counted} are counted from the start of the run, so give "
+            f"more, or leave {key} out"
         )
     if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
@@ -151,6 +159,8 @@ async def resume(
                 f"nothing to do: {run.path} took all its {saved} steps already; trainer.steps=N goes on to step N"
             )
         return RunOutcome(run.path, saved, read_metrics(run.metrics))
+    for change in changes:
+        tell(f"changed {change}")
     return await _train(recipe, data, run, progress, None, changes, callbacks)
 
 

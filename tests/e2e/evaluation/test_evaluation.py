@@ -137,10 +137,14 @@ def test_a_reward_in_the_current_folder_is_found(
 ) -> None:
     """As `train` finds one beside its recipe, and nothing is said of it to Python."""
     measured = evaluated(place, recipe) if model == "a run" else Path(recipe()["student"]["model"])
-    (tmp_path / "reward_in_a_folder.py").write_text("def always(row, text):\n    return 1.0\n")
+    (tmp_path / "reward_in_a_folder.py").write_text(
+        "def always(row, text):\n    return 1.0\n\ndef points(row, text):\n    return 7.5\n"
+    )
     monkeypatch.chdir(tmp_path)
     words = ["--data", str(place / "eval.jsonl"), "--samples", "2", "--max-new-tokens", "4"]
     code, said = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:always", *words)
     assert code == 0 and "accuracy                         1.0000" in said, said
+    code, said = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:points", *words)
+    assert code == 0 and "mean reward                      7.5000" in said and "accuracy" not in said, said
     code, said = call_cli("eval", str(measured), "--reward", "nowhere_at_all:f", *words)
     assert code == 2 and f"modules are looked up in {tmp_path}" in said.replace(f"{place}, ", ""), said

@@ -4,6 +4,8 @@ import json
 import logging
 import shutil
 import socket
+import socketserver
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,17 +178,26 @@ def test_a_folder_that_is_no_run(
     assert "is no run directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("answers", [False, True])
 def test_an_external_teacher_that_is_not_there(
-    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    answers: bool,
+    recipe: Make,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Nothing listens at its address; or something accepts connections and hangs up."""
     logging.getLogger("huggingface_hub").addHandler(caplog.handler)
-    table = recipe(
-        "gone",
-        teachers__add={"model": "x", "key": "add", "placement": "external", "urls": ["http://127.0.0.1:9"]},
-    )
-    assert main(["train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet"]) == 2
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1] if answers else 9}"
+        external = {"model": "x", "key": "add", "placement": "external", "urls": [url]}
+        path = write_toml(tmp_path / "recipe.toml", recipe("gone", teachers__add=external))
+        assert main(["train", str(path), "--quiet"]) == 2
+        server.shutdown()
     said = capsys.readouterr().err
-    assert "teacher add" in said and "Traceback" not in said
+    told = "teacher add" if answers else "teachers.add.urls: no server accepts connections"
+    assert told in said and "Traceback" not in said, said
     assert "Retrying" not in caplog.text, "a hub that was not reached is not asked again, which takes 25 s"
 
 

@@ -94,10 +94,19 @@ def test_a_run_leaves_what_it_promises(
     assert (finished.dir / "state.json").stat().st_mtime_ns == written, (
         "no model or teacher is started for it"
     )
-    for length in ("trainer.steps=1", "trainer.passes=0.001"):
+    for length, told in (
+        (
+            "trainer.steps=1",
+            f"trainer.steps = 1: {finished.dir} has taken 2 steps already; steps are counted",
+        ),
+        ("trainer.passes=0.001", f": 1 steps: {finished.dir} has taken 2 steps already; passes are counted"),
+    ):
         assert main(["resume", str(finished.dir), length]) == 2
-        told = f"trainer.steps = 1: {finished.dir} has taken 2 steps already; steps are counted from the start of the run"
-        assert told in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert told in said and f"or leave {length.partition('=')[0]} out" in said and "changed" not in said
+    assert main(["doctor", str(finished.dir)]) == 0
+    said = capsys.readouterr().out
+    assert "ended (finished)" in said and "under way" not in said and "healthy" not in said
 
 
 def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`understudy check` on data: every problem names the file and the row, in one line, before anything starts."""
 
 import json
+import socket
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -285,3 +286,18 @@ def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) 
         told = f"{where} holds a run already; continue it with `understudy resume {where}`, or name another folder in run.dir"
         assert code == 2 and f"error: {told}" in said
     assert check([{"messages": CHAT}], f"run.dir={where}", command="plan")[0] == 0
+
+
+def test_a_teachers_server_that_does_not_answer(check: Check) -> None:
+    """A note in `check`, because the server may be started later; an error before `train` loads the student."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}"
+        external = ('teachers.add.placement="external"', f'teachers.add.urls=["{url}"]')
+        code, said = check([{"messages": CHAT}], *external)
+        told = f"teachers.add.urls: no server accepts connections at {url} (Connection refused); start it, or correct"
+        assert code == 0 and told in said
+        code, said = check([{"messages": CHAT}], *external, command="train")
+        assert code == 2 and f"error: {told}" in said
+        busy.listen()
+        assert "no server accepts" not in check([{"messages": CHAT}], *external)[1]

@@ -155,3 +155,14 @@ def test_errors_survive_a_process_boundary() -> None:
 
     error = ConfigError(["a", "b"])
     assert pickle.loads(pickle.dumps(error)).problems == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "given", [["trainer.steps=3", "trainer.passes=1"], {"trainer.steps": 3, "trainer.passes": 1.0}]
+)
+def test_two_lengths_are_refused_and_one_replaces_the_recipes(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"both trainer.steps and trainer.passes are given; keep one"):
+        apply_overrides(changed(trainer={"steps": 5}), given)
+    table = changed(trainer={"steps": 5})
+    apply_overrides(table, ["trainer.passes=2"])
+    assert table["trainer"] == {"passes": 2}

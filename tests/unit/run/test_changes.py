@@ -42,7 +42,7 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
 def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
     recipe, (change,) = changed_recipe(run, ["trainer.passes=3"])
     assert recipe.trainer.passes == 3
-    told = "trainer.passes = 3.0, which was not set (how far the run goes; in place of trainer.steps = 100)"
+    told = "trainer.passes = 3.0 (how far the run goes; in place of trainer.steps = 100)"
     assert str(change) == told
 
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -230,3 +233,29 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     run.waits.write_text(json.dumps({**entry, "written": time.time() - 60}))
     assert main(["doctor", str(run.path)]) == 0
     assert "its process is gone" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_here_is_gone_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last report may be a second old, and is told as the past."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    run = recorded_run(tmp_path / "run")
+    run.state.write_text(
+        json.dumps({"status": "running", "pid": gone.pid, "host": socket.gethostname(), "detail": ""})
+    )
+    entry = {
+        "status": "running",
+        "written": time.time(),
+        "seconds_without_progress": 1.0,
+        "waiting": [],
+        "chains": [],
+        "facts": {"teacher add": "1 replica healthy"},
+    }
+    run.waits.write_text(json.dumps(entry))
+    assert opened(run).status() == "killed"
+    assert main(["doctor", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "ended (its process is gone" in said and "running as" not in said
+    assert said.index("its last report, of ") < said.index("1 replica healthy")

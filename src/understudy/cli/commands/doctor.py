@@ -61,25 +61,25 @@ def _waits(run_dir: RunDir) -> None:
         say(f"{run_dir.path}: {state['status']}; it has not begun to train{_because(state)}")
         return
     entry, waits = read_waits(run_dir.waits)
-    alive = run_status(state, entry) == "running"
-    if entry["status"] == "ended" or not alive:
-        how = (
-            state["status"]
-            if state["status"] != "running"
-            else "its process is gone; continue with `understudy resume`"
-        )
-        say(f"{run_dir.path}: ended ({how}){_because(state)}")
-    else:
+    status = run_status(state, entry)
+    alive = status == "running"
+    if alive:
         say(
             f"{run_dir.path}: running as process {state['pid']}{_elsewhere(state)}; last progress "
             f"{entry['seconds_without_progress'] + time.time() - entry['written']:.0f} s ago"
         )
-    for chain in entry.get("chains", []):
-        say(f"  {chain}")
-    for wait in waits:
-        say(f"  under way: {wait}")
-    for name, value in entry["facts"].items():
-        say(f"  {name:<28} {value}")
+    else:
+        killed = "its process is gone; continue with `understudy resume`"
+        say(f"{run_dir.path}: ended ({killed if status == 'killed' else status}){_because(state)}")
+    if not alive and entry["status"] != "ended":  # the process had no time to write that it ends
+        say(f"  its last report, of {time.strftime('%H:%M:%S', time.localtime(entry['written']))}:")
+    if alive or entry["status"] != "ended":
+        for chain in entry.get("chains", []):
+            say(f"  {chain}")
+        for wait in waits:
+            say(f"  under way: {wait}")
+        for name, value in entry["facts"].items():
+            say(f"  {name:<28} {value}")
     for advisory in advisories_of(run_dir, live=alive):
         say(f"  {advisory.level}: {advisory}")
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
+from understudy.observability.report import is_share
 from understudy.run.entry import run_to_its_end
 from understudy.run.harness import check_harness, evaluate_with_harness
 from understudy.run.measurable import check_measurable
@@ -101,4 +102,6 @@ def _by_harness(options: argparse.Namespace) -> dict[str, float]:
 def _show(results: dict[str, float]) -> None:
     console = Console()
     for name, value in results.items():
+        if name.partition("/")[0] == "accuracy" and not is_share(value):
+            name = name.replace("accuracy", "mean reward", 1)
         console.print(f"{name:<32} {value:.4f}", highlight=False, markup=False)

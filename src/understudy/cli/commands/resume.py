@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,11 +32,11 @@ def run(options: argparse.Namespace) -> int:
 
     recipe, changes = changed_recipe(RunDir.open(options.run), options.overrides)
     console = Console(stderr=True)
-    for change in changes:
-        console.print(f"changed {change}", highlight=False, markup=False, soft_wrap=True)
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if options.overrides and not changes:
-        console.print("nothing changes: the run has these values already", highlight=False)
+        tell("nothing changes: the run has these values already")
     with begun_early(recipe.cluster, recipe.teachers):
         from understudy.run.launch import resume
 
-        return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))
+        resumed = resume(options.run, options.overrides, progress=not options.quiet, tell=tell)
+        return finish(run_to_its_end(resumed))
