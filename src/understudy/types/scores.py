@@ -12,6 +12,10 @@ from enum import StrEnum
 
 import numpy as np
 
+NO_CANDIDATE = -1e30
+"""The log-probability that marks an entry of K candidates as empty, for a teacher of another tokenizer. Its id is
+any id that the position has not got, and no part of the comparison: the student's mass there belongs to the tail."""
+
 
 class Signal(StrEnum):
     SAMPLED = "sampled"
@@ -98,6 +102,9 @@ class TeacherScores:
     """The replica that answered; empty where no pool was asked."""
     version: int = -1
     """The version of the teacher's weights, if it follows the student; −1: the weights it was loaded with."""
+    aligned: tuple[int, int, int] | None = None
+    """Of a teacher with another tokenizer: the student's tokens that are aligned one to one, in chains, and left
+    out."""
 
     def by(self, replica: str) -> TeacherScores:
         return replace(self, replica=replica)

@@ -1,0 +1,242 @@
+"""Two tokenizations of one completion, aligned by bytes; a teacher's scores at the student's tokens."""
+
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from other_tokenizers import byte_level, pieces_of_text, sentencepiece, word_pieces
+
+from understudy.errors import DataError, TeacherError
+from understudy.teacher.alignment import TokenAligner, TurnEnds, sampled_of
+from understudy.teacher.token_bytes import TokenBytes
+from understudy.types.scores import NO_CANDIDATE, ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
+
+WORDS = ["hello world", "the café is open", "naïve 你好 🙂 end", "a  b\n\tc"]
+
+
+@cache
+def _known(definition: str) -> TokenBytes:
+    return TokenBytes(definition, "teachers.t")
+
+
+def tokens_of(tokenizer: Any) -> TokenBytes:
+    return _known(tokenizer.to_str())
+
+
+def aligner(student: Any, teacher: Any, **more: Any) -> TokenAligner:
+    ends = TurnEnds(
+        [student.token_to_id("<eos>")], student.token_to_id("<eos>"), teacher.token_to_id("<eos>")
+    )
+    return TokenAligner(tokens_of(student), tokens_of(teacher), ends, **more)
+
+
+FINE, COARSE = byte_level([]), byte_level(["hello", " world", "he", "llo", " wor", "ld", "café"])
+PIECES = sentencepiece(["hello", "\u2581world", "\u2581", "he", "llo", "h", "e", "l", "o", "w", "r", "d"])
+
+
+@pytest.mark.parametrize("tokenizer", [FINE, COARSE, PIECES], ids=["bytes", "byte-level", "sentencepiece"])
+@pytest.mark.parametrize("text", WORDS)
+def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer: Any, text: str) -> None:
+    known = tokens_of(tokenizer)
+    ids = known.encode(text)
+    assert b"".join(known.bytes_of(ids)) == text.encode()
+    by_bytes = known.by_bytes()
+    assert all(by_bytes[piece] == number for number, piece in zip(ids, known.bytes_of(ids), strict=True))
+
+
+def test_sentencepiece_reads_text_within_a_sequence_without_a_prefix() -> None:
+    known = tokens_of(PIECES)
+    assert PIECES.encode("hello", add_special_tokens=False).tokens == ["\u2581", "hello"]
+    assert known.bytes_of(known.encode("hello")) == [b"hello"]
+    assert known.bytes_of(known.encode(" hello")) == [b" ", b"hello"]
+    assert known.bytes_of(known.encode("é")) == [b"\xc3", b"\xa9"]
+
+
+def test_the_name_of_a_special_token_in_a_text_is_text() -> None:
+    known = tokens_of(COARSE)
+    ids = known.encode("a<eos>b")
+    assert b"".join(known.bytes_of(ids)) == b"a<eos>b" and not known.special.keys() & set(ids)
+
+
+def test_a_tokenizer_that_drops_spaces_is_refused() -> None:
+    with pytest.raises(TeacherError, match=r"teachers.t: .* needs tokens that are pieces of the text"):
+        tokens_of(word_pieces(["a", "1", "b", "c"]))
+    assert tokens_of(pieces_of_text("abc12")).encode("a1") == [3, 6]
+
+
+def ids(known: Any, *texts: str) -> np.ndarray:
+    """The ids of these tokens, by what they write."""
+    named = known.by_bytes()
+    return np.array([named[one.encode()] for one in texts], np.int32)
+
+
+def test_common_boundaries_cut_a_completion_into_chunks() -> None:
+    """The drawing of the module: chains, one to one, and the end of the turn."""
+    student = byte_level(["hel", "lo", " wor", "ld"])
+    ours, found = tokens_of(student), aligner(student, COARSE)
+    eos = student.token_to_id("<eos>")
+    completion = np.append(ids(ours, "hel", "lo", " wor", "ld", "!"), eos)
+    one = found.align(completion)
+    theirs = tokens_of(COARSE)
+    assert theirs.bytes_of(one.tokens.tolist()) == [b"hello", b" world", b"!", b""]
+    assert one.tokens[-1] == COARSE.token_to_id("<eos>")
+    assert one.bounds.tolist() == [[0, 0], [2, 1], [4, 2], [5, 3], [6, 4]]
+    assert one.counts == (2, 4, 0)
+
+
+def test_tokens_within_a_character_are_one_chain_and_an_unfinished_one_is_left_out() -> None:
+    found = aligner(FINE, PIECES)
+    ours = tokens_of(FINE)
+    whole = found.align(np.array(ours.encode("hé"), np.int32))
+    assert whole.counts == (3, 0, 0), "both write the two bytes of é as tokens"
+    coarse = aligner(FINE, COARSE)
+    chained = coarse.align(np.array(ours.encode("café!"), np.int32))
+    assert chained.bounds.tolist() == [[0, 0], [5, 1], [6, 2]] and chained.counts == (1, 5, 0)
+    for text, kept in (("ab🙂", 2), ("🙂", 0)):
+        cut = np.array(ours.encode(text)[:-1], np.int32)
+        if not kept:
+            with pytest.raises(DataError, match="row r: no token of it ends where"):
+                coarse.align(cut, "r")
+            continue
+        one = coarse.align(cut)
+        assert one.counts == (kept, 0, 3) and len(one.tokens) == kept
+
+
+def test_what_comes_after_broken_bytes_is_left_out_with_the_end_of_the_turn() -> None:
+    ours = tokens_of(FINE)
+    broken = [*ours.encode("ab"), *ours.encode("é")[:1], *ours.encode("cd"), FINE.token_to_id("<eos>")]
+    one = aligner(FINE, COARSE).align(np.array(broken, np.int32))
+    assert one.counts == (2, 0, 4) and len(one.tokens) == 2
+
+
+def test_text_that_the_teacher_cannot_write_is_left_out() -> None:
+    """Without byte fallback it has no token for it; with a mark for spaces it reads the mark as a space."""
+    letters = pieces_of_text("ab")
+    ours = tokens_of(FINE)
+    one = aligner(FINE, letters).align(np.array(ours.encode("abxab"), np.int32))
+    assert one.counts == (2, 0, 3) and len(one.tokens) == 2
+    marked = aligner(FINE, PIECES).align(np.array(ours.encode("he\u2581he"), np.int32))
+    assert marked.counts == (0, 2, 5)
+
+
+def test_special_tokens() -> None:
+    """One that both have by name is aligned. One that the teacher lacks cannot be."""
+    student = byte_level(["hel"], special=("<eos>", "<think>", "<x>"))
+    teacher = byte_level([], special=("<think>", "<eos>"))
+    found, ours = aligner(student, teacher), tokens_of(student)
+    think, strange, eos = (student.token_to_id(name) for name in ("<think>", "<x>", "<eos>"))
+    one = found.align(np.array([think, *ours.encode("hel"), eos], np.int32))
+    assert one.tokens.tolist()[0] == teacher.token_to_id("<think>")
+    assert one.bounds.tolist() == [[0, 0], [1, 1], [2, 4], [3, 5]] and one.counts == (2, 1, 0)
+    with pytest.raises(DataError, match=r"row r holds the special token '<x>', which its teacher lacks"):
+        found.align(np.array([*ours.encode("a"), strange, *ours.encode("b")], np.int32), "r")
+    middle = found.align(np.array([eos, *ours.encode("b")], np.int32))
+    assert middle.tokens.tolist()[0] == teacher.token_to_id("<eos>"), "by name, not as the end of the turn"
+
+
+def test_the_students_end_of_a_turn_is_the_teachers() -> None:
+    student = byte_level([], special=("<eos>", "<end>"))
+    teacher = byte_level([], special=("<stop>",))
+    ends = TurnEnds(
+        [student.token_to_id("<eos>"), student.token_to_id("<end>")],
+        student.token_to_id("<end>"),
+        teacher.token_to_id("<stop>"),
+    )
+    found = TokenAligner(tokens_of(student), tokens_of(teacher), ends)
+    for name in ("<eos>", "<end>"):
+        one = found.align(np.array([student.token_to_id(name)], np.int32))
+        assert one.tokens.tolist() == [teacher.token_to_id("<stop>")] and one.counts == (1, 0, 0)
+
+
+@given(st.text(max_size=12), st.integers(0, 3))
+def test_chunks_hold_the_same_bytes(text: str, drop: int) -> None:
+    """For any text and any cut: every chunk writes the same bytes in both, and the counts add up."""
+    for student, teacher in ((FINE, COARSE), (COARSE, FINE), (COARSE, PIECES), (PIECES, COARSE)):
+        ours, theirs, between = tokens_of(student), tokens_of(teacher), aligner(student, teacher)
+        completion = ours.encode(text)
+        completion = completion[: len(completion) - drop]
+        try:
+            one = between.align(np.array(completion, np.int32))
+        except DataError:
+            continue
+        assert sum(one.counts) == len(completion)
+        for (a, b), (c, d) in zip(one.bounds, one.bounds[1:], strict=False):
+            written = b"".join(ours.bytes_of(completion[a:c]))
+            assert written == b"".join(theirs.bytes_of(one.tokens[b:d].tolist())) != b""
+        assert one.bounds[-1, 1] == len(one.tokens)
+
+
+def reply_of(count: int, **more: Any) -> TeacherScores:
+    return TeacherScores("r", "t", Signal.TOPK, np.linspace(-0.5, -2, count, dtype=np.float32), **more)
+
+
+def test_each_token_of_a_chain_has_the_difference_of_the_whole_chain() -> None:
+    student = byte_level(["hel", "lo", " wor", "ld"])
+    completion = ids(tokens_of(student), "hel", "lo", " wor", "ld", "!")
+    one = aligner(student, COARSE).align(completion)
+    behaviour = np.array([-0.3, -1.2, -0.1, -2.5, -0.7], np.float32)
+    logprobs = np.array([-0.5, -4.0, -0.25], np.float32)
+    found = sampled_of(logprobs, one, behaviour)
+    gap = behaviour - found
+    expected = [behaviour[:2].sum() - logprobs[0]] * 2 + [behaviour[2:4].sum() - logprobs[1]] * 2
+    assert np.allclose(gap[:4], expected, atol=1e-6)
+    assert found[4] == logprobs[2], "one to one: the teacher's own number, to the bit"
+    drawn_nothing = sampled_of(logprobs, one, np.full(5, np.nan, np.float32))
+    assert np.allclose(drawn_nothing, [-0.25, -0.25, -2.0, -2.0, -0.25])
+
+
+def test_a_token_that_is_left_out_has_no_difference() -> None:
+    ours = tokens_of(FINE)
+    one = aligner(FINE, COARSE).align(np.array(ours.encode("ab🙂")[:-1], np.int32))
+    behaviour = np.array([-1.0, -2.0, -3.0, -4.0, -5.0], np.float32)
+    found = sampled_of(np.array([-0.5, -0.6], np.float32), one, behaviour)
+    assert found.tolist() == np.array([-0.5, -0.6, -3.0, -4.0, -5.0], np.float32).tolist()
+
+
+def test_candidates_are_the_students_tokens_with_the_same_bytes() -> None:
+    student = byte_level(["hel", "lo", "he"])
+    ours, theirs = tokens_of(student), tokens_of(COARSE)
+    found = aligner(student, COARSE)
+    eos, their_eos = student.token_to_id("<eos>"), COARSE.token_to_id("<eos>")
+    completion = np.append(ids(ours, "hel", "lo", "!"), eos)
+    one = found.align(completion)
+    assert one.bounds.tolist() == [[0, 0], [2, 1], [3, 2], [4, 3]]
+    best = np.stack(
+        [
+            ids(theirs, "hello", "he", "a"),
+            ids(theirs, "b", "!", "llo"),
+            np.array([their_eos, *ids(theirs, "!", "c")]),
+        ]
+    ).astype(np.int32)
+    logprobs = np.array([[-0.1, -2.0, -3.0]] * 3, np.float32)
+    scores = found.scores(reply_of(3, ids=best, logprobs=logprobs), one, np.full(4, -1.0, np.float32))
+    assert scores.ids is not None and scores.logprobs is not None and scores.aligned == (2, 2, 0)
+    used = scores.logprobs > NO_CANDIDATE / 2
+    assert used.tolist() == [[True, True, False], [False] * 3, [True, True, False], [True] * 3]
+    assert scores.ids[0, :2].tolist() == ids(ours, "he", "a").tolist(), "hello has no counterpart"
+    assert scores.logprobs[0, :2].tolist() == logprobs[0, 1:].tolist()
+    assert scores.ids[3].tolist() == [eos, *ids(ours, "!", "c").tolist()]
+    assert all(len(set(row)) == 3 and min(row) >= 0 for row in scores.ids.tolist())
+    request = found.request(ScoreItem("r", completion, np.arange(4), Signal.TOPK, 3), np.array([7, 8]), one)
+    assert request.tokens.tolist() == [7, 8, *one.tokens.tolist()] and request.positions.tolist() == [2, 3, 4]
+
+
+def test_ids_that_the_run_may_not_use_are_no_candidates() -> None:
+    first = min(tokens_of(FINE).pieces)
+    every, fewer = aligner(FINE, COARSE), aligner(FINE, COARSE, usable=UsableIds(300, (first,)))
+    assert every.shared - fewer.shared == 1
+
+
+def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(
+        TeacherError, match=r"teachers.t: vocabulary = 'align' reads tokens as bytes from .*json"
+    ):
+        TokenBytes.load(tmp_path, "teachers.t")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 1}))
+    with pytest.raises(TeacherError, match="cannot be read"):
+        TokenBytes.load(tmp_path, "teachers.t")
