@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: docs quickstart test lint types test-slow test-faults nemesis test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -38,6 +38,11 @@ SEEDS   ?= 0:13
 NEMESIS ?= nemesis.jsonl
 nemesis: $(VENV)/.installed-dev
 	$(BIN)/python tests/nemesis/campaign.py --seeds $(SEEDS) --out $(NEMESIS)
+
+# Pool, health machine, windows, slots, data plane and leases under a virtual clock; steps of each.
+STEPS ?= 100000
+simulate: $(VENV)/.installed-dev
+	$(BIN)/python tests/nemesis/simulation/simulate.py --steps $(STEPS)
 
 # Everything that has a way of its own on a GPU, on one GPU: kernels, and whole small runs held against the host (two minutes).
 test-gpu: $(VENV)/.installed-dev

@@ -145,14 +145,14 @@ class Trial:
 
     def history(self, finished: bool = True) -> History:
         left = _left_behind(self.folder)
-        events, in_flight = _journal(self.run)
+        events, in_flight = read_journal(self.run / "dataplane")
         checkpoint = self.run / "checkpoints" / f"step-{STEPS:06d}"
         files = {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(checkpoint.glob("*.safetensors"))
         }
         return History(
-            self.launches, events, in_flight, _metrics(self.run), _letters(self.run), _kept(self.run), files, left, finished
+            self.launches, events, in_flight, _metrics(self.run), read_letters(self.run / "dataplane"), _kept(self.run), files, left, finished
         )  # fmt: skip
 
 
@@ -191,8 +191,9 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [without_clock(line) for line in read_metrics(path)] if path.exists() else []
 
 
-def _journal(run: Path) -> tuple[list[Event], frozenset[str]]:
-    file = run / "dataplane" / "journal.sqlite"
+def read_journal(folder: Path) -> tuple[list[Event], frozenset[str]]:
+    """The events of a data plane's folder, and the rows in flight."""
+    file = folder / "journal.sqlite"
     if not file.exists():
         return [], frozenset()
     with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as journal:
@@ -201,8 +202,8 @@ def _journal(run: Path) -> tuple[list[Event], frozenset[str]]:
         return [Event(*event) for event in events], frozenset(key for (key,) in rows)
 
 
-def _letters(run: Path) -> dict[str, str]:
-    file = run / "dataplane" / "dead_letters.jsonl"
+def read_letters(folder: Path) -> dict[str, str]:
+    file = folder / "dead_letters.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return {letter["key"]: letter["reason"] for letter in map(json.loads, lines)}
 
