@@ -1,0 +1,50 @@
+"""Bugs planted in a copy of the package, to see that a search for bugs finds them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import understudy
+
+
+@dataclass(frozen=True)
+class Bug:
+    finder: str
+    """A mode of the nemesis, or a part of the simulation."""
+    edits: Sequence[tuple[str, str, str]]
+    """File of the package, the text that is replaced, and what takes its place. When the code moves on, the test fails and is rewritten with it."""
+
+
+def one(finder: str, file: str, old: str, new: str) -> Bug:
+    return Bug(finder, ((file, old, new),))
+
+
+def copy_with(bug: Bug, folder: Path) -> dict[str, str]:
+    """The environment in which the package has the bug."""
+    package = folder / "src" / "understudy"
+    shutil.copytree(Path(understudy.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in bug.edits:
+        source = package / file
+        text = source.read_text()
+        assert text.count(old) == 1, f"{file} no longer holds, once, what the bug replaces: {old}"
+        source.write_text(text.replace(old, new))
+    return {**os.environ, "PYTHONPATH": str(folder / "src")}
+
+
+def seeds_until_found(command: Sequence[str], bug: Bug, folder: Path) -> int:
+    """Runs the search; returns how many seeds it took. Fails if it finds nothing."""
+    done = subprocess.run(
+        [sys.executable, *command], env=copy_with(bug, folder), capture_output=True, text=True
+    )
+    print(done.stdout[-3000:])
+    assert done.returncode == 1 and "violation:" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "ImportError" not in done.stdout and "SyntaxError" not in done.stdout
+    found = re.findall(r"(\d+) (?:seeds|schedules),", done.stdout)
+    return int(found[-1])

@@ -1,0 +1,104 @@
+"""Bugs planted in the parts that are simulated: the simulation finds each within `STEPS` steps, in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planted import Bug, one, seeds_until_found
+
+SIMULATE = Path(__file__).with_name("simulate.py")
+STEPS = {"run": 20_000, "pool": 20_000, "health": 10_000, "slots": 10_000}
+STORE, POOL = "dataplane/memory/store.py", "teacher/pool/pool.py"
+BUGS = {
+    "a row is acknowledged before it is written": one(
+        "run", "dataplane/memory/intake.py",
+        "        self._write(part, frames, given, status, room)\n        await store.journal.durable()\n",
+        "        self._write(part, frames, given, status, room)\n        store.journal.durable()\n",
+    ),
+    "a lease that ends is never returned": one(
+        "run", STORE, "            for row in list(held.rows.values()):\n                self.give_back(row)\n", "            pass\n",
+    ),
+    "the flush of the journal is lost": one("run", "dataplane/journal/writer.py", "os.fsync(handle)", "pass"),
+    "the wrong row is buried": one(
+        "run", "dataplane/embedded.py",
+        "        row = self._store.row(part, key)\n        group = row.group\n",
+        "        row = part.rows[min(part.rows)]\n        group = row.group\n",
+    ),
+    "a settled key is issued again": one(
+        "run", "dataplane/memory/intake.py", " and key not in part.settled]", "]",
+    ),
+    "a rewind leaves rows marked as trained in the ledger": one(
+        "run", "dataplane/journal/rewind.py", 'connection.execute(_UNTRAIN, {"step": step})', "pass",
+    ),
+    "a rewind does not bring rows back": one(
+        "run", "dataplane/journal/rewind.py", 'connection.execute(_REVIVE, {"step": step})', "pass",
+    ),
+    "a rewind leaves the events of forgotten rows": one(
+        "run", "dataplane/journal/rewind.py", "connection.execute(_FORGET_EVENTS)", "pass",
+    ),
+    "a checkpoint holds the place of the newest prompt": one(
+        "run", "trainers/pacing/window_cursor.py",
+        "return self._starts.get(self._trained) or self._place()", "return self._place()",
+    ),
+    "a dead letter is in the journal alone": one(
+        "run", "dataplane/dead_letters.py", "out.write(self._line(partition, key, step, told))", "pass",
+    ),
+    "a publish waits for no row": one(
+        "pool", "trainers/pacing/publish_gate.py", "        await self._empty.wait()\n", "        pass\n",
+    ),
+    "a reply is off by one row": one(
+        "pool", POOL, "[one.by(replica.name) for one in scores]", "[one.by(replica.name) for one in [*scores[1:], *scores[:1]]]",
+    ),
+    "a teacher with older weights is accepted": Bug(
+        "pool",
+        (
+            (POOL, "            if one.version != version:\n", "            if False:\n"),
+            ("teacher/pool/supervisor.py", "if found.manifest.version != self.version:", "if False:"),
+            ("teacher/pool/integrity.py", "        if ours != theirs:\n", "        if False:\n"),
+            (
+                "teacher/pool/integrity.py",
+                "float(np.abs(expected.probe_logprobs - found.probe_logprobs).max())",
+                "0.0",
+            ),
+            ("teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
+        ),
+    ),
+    "shifted scores are accepted": one("pool", "teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
+    "an ejected replica is asked": one(
+        "pool", "teacher/pool/supervisor.py",
+        "for replica in self.replicas.values() if replica.health.state is State.SUSPECT\n",
+        "for replica in self.replicas.values() if replica.client is not None\n",
+    ),
+    "a replica comes back without its probe": one(
+        "pool", "teacher/pool/supervisor.py",
+        "        replica.health.started()\n        try:\n            await self._probe(replica)\n",
+        "        replica.health.started()\n        try:\n            pass\n",
+    ),
+    "the load of a request is never taken off": one(
+        "pool", POOL, "            replica.load.end(tokens)\n", "            pass\n",
+    ),
+    "a request waits for a replica that never changes": one(
+        "pool", POOL, "        attempts.tried.clear()\n", "        pass\n",
+    ),
+    "backoffs do not grow": one(
+        "health", "teacher/pool/health.py", "self.rules.restarts.wait_before(self.setbacks)", "self.rules.restarts.wait_before(1)",
+    ),
+    "a success excuses bad replies": one(
+        "health", "teacher/pool/health.py",
+        "        self.streak = 0\n        self.state = State.HEALTHY\n",
+        "        self.streak = self.bad_replies = 0\n        self.state = State.HEALTHY\n",
+    ),
+    "one window too many is admitted": one(
+        "slots", "planning/windows.py",
+        "min(published * self.size + slots, self.prompts)", "min((published + 1) * self.size + slots, self.prompts)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", BUGS)
+def test_the_simulation_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
+    bug = BUGS[name]
+    words = [str(SIMULATE), "--part", bug.finder, "--steps", str(STEPS[bug.finder])]
+    print(f"{name}: {seeds_until_found(words, bug, tmp_path)} seeds")
