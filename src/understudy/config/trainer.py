@@ -208,6 +208,9 @@ class RunConfig(Section):
     """CPU threads of the trainer; all cores when not set."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0
     """Write the rows of every N-th step as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
+    profile_steps: list[Annotated[int, Field(ge=1)]] = Field(default=[])
+    """Steps of which the trainer's process writes a trace of all operators and kernels to `profile/STEP.json.gz`
+    in the run directory; those steps are slower. ui.perfetto.dev opens the files."""
     keep_rows: Annotated[int, Field(ge=0)] = 32 << 20
     """Bytes of trained rows kept with all their token columns for `understudy view`: a sample of every step
     and the rows with the largest KL; 0: none. Rows on `transfer_queue` are not kept."""

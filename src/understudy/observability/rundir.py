@@ -9,6 +9,7 @@ RUN/
   spans.jsonl        what ran when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
+  profile/           STEP.json.gz: a trace of the step (`run.profile_steps`)
   kept_rows/         STEP.rows, STEP.jsonl: some trained rows with their token columns (`run.keep_rows`)
   dataplane/         journal.sqlite: rows, leases, ledger; dead_letters.jsonl: failed rows with the reason
   loggers/           what tensorboard, wandb, trackio and mlflow write, if the recipe names them

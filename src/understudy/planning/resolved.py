@@ -192,6 +192,8 @@ class LearnSettings:
     """The prompts that each publish of a fully async run trains on."""
     teacher_lag: int | None
     """The most publishes that a teacher which follows the student lags behind; None: no teacher follows it."""
+    profile_steps: frozenset[int]
+    """Steps of which a trace is written."""
     one_update_per_step: bool
     """A step has one update, so the weights before a refused update are those after the step before it."""
 
@@ -407,5 +409,6 @@ def _learn(recipe: Recipe, compute: Compute) -> LearnSettings:
             ),
             default=None,
         ),
+        profile_steps=frozenset(recipe.run.profile_steps),
         one_update_per_step=whole and trainer.epochs == 1 and recipe.loss.advantage != "gae",
     )

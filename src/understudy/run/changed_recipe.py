@@ -88,6 +88,7 @@ ACCEPTED: Mapping[str, str] = {
     "run.threads": _ROUNDING,
     "run.loggers": "who else is told",
     "run.rollout_dump_every": "what is written for people to read",
+    "run.profile_steps": "what is written for people to read",
     "run.keep_rows": "what is kept for people to read",
     "run.name": "a name",
     "run.note": "words for a reader",

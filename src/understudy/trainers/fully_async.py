@@ -49,6 +49,7 @@ from typing import Any
 from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
+from understudy.observability.profile import profiled
 from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
 from understudy.trainers.call_batching import BatchByArrival, Gather
@@ -223,10 +224,11 @@ class _AsyncRun:
 
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system
-        saved, evaluation_due = step, False
+        saved, evaluation_due, profile_steps = step, False, system.learner.settings.profile_steps
         while step < trainer.steps and not stop.requested:
             try:
-                line = await self.take_step(step + 1, stop)
+                async with profiled(system.state.run.path, step + 1, step + 1 in profile_steps):
+                    line = await self.take_step(step + 1, stop)
             except Abandoned:
                 break
             except PolicyError:

@@ -18,6 +18,7 @@ from typing import Any
 
 from understudy.errors import PolicyError
 from understudy.observability.faults import point
+from understudy.observability.profile import profiled
 from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.keep_rows import update_and_keep
@@ -38,14 +39,15 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     trainer, meters = system.learner.settings.trainer, ProducerMeters()
     system = replace(system, producer=meters.watching(system.producer))
     install_filters(system.producer)
-    step = system.learner.policy.step
+    step, profile_steps = system.learner.policy.step, system.learner.settings.profile_steps
     if step == 0:
         await evaluate_first(system, stop)
     saved = step
     while step < trainer.steps and not stop.requested:
         before = system.producer.cursor.state()
         try:
-            line = await take_step(system, step + 1, stop, meters)
+            async with profiled(system.state.run.path, step + 1, step + 1 in profile_steps):
+                line = await take_step(system, step + 1, stop, meters)
         except Abandoned:
             system.producer.cursor.restore(before)
             break

@@ -20,11 +20,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
+    parser.add_argument(
+        "--profile",
+        type=steps,
+        metavar="STEPS",
+        help="write a trace of these steps (run.profile_steps): 3, 3-5 or 3,8",
+    )
     parser.add_argument("--view", action="store_true", help="a page on the run while it trains")
 
 
+def steps(text: str) -> list[int]:
+    """The steps that `3`, `3-5` or `3,8` name."""
+    try:
+        ends = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected steps such as 3, 3-5 or 3,8") from None
+    return [step for first, *last in ends for step in range(first, (last[0] if last else first) + 1)]
+
+
 def run(options: argparse.Namespace) -> int:
-    recipe = checked_recipe(options.recipe, options.overrides, progress=not options.quiet)
+    overrides = [*options.overrides, *([f"run.profile_steps={options.profile}"] if options.profile else [])]
+    recipe = checked_recipe(options.recipe, overrides, progress=not options.quiet)
     if options.view and recipe.run.dir is None:
         folder = RunDir.fresh_path(recipe.run.name)
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
