@@ -63,7 +63,8 @@ class RolloutConfig(Section):
     """Share of the sessions whose answer is the row's own (`answer_column`) instead of the student's; teachers
     score it in the same way. 1 − GKD's λ. See "Given answers" in docs/losses.md."""
     answer_column: str = "answer"
-    """The column with the answers of `off_policy`: text, for example a demonstration or what a teacher wrote."""
+    """The column with the answers of `off_policy`: text, or a list with one assistant message; a demonstration, what
+    a teacher wrote, or TRL's `completion`."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """Most tokens of one turn."""
     max_trajectory_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -22,7 +22,7 @@ from understudy.planning.models.folder import ModelFolder
 from understudy.planning.overlong import Overlong, PromptLimits, settle_overlong
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.agents.registry import LoopChoice, Schemas
-from understudy.rollout.dataset import Dataset, Row, content_of, picture_sources
+from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
 from understudy.types.prompt import Prompt
 
 _SHOWN = 3
@@ -49,6 +49,11 @@ def check_rows(
     """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row
     checked."""
     checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
+    if split := dataset.split_answers:
+        checked.notes.append(
+            f"{role}: {split} of {len(dataset)} chats end with an assistant message; the student writes that message anew, and the given "
+            f"one is the row's column `{COMPLETION}`"
+        )
     if measure is None or checked.problems:
         return checked
     overlong = Overlong(role, recipe.data.overlong, limits)
@@ -61,7 +66,8 @@ def check_rows(
             return checked
         overlong.see(number, row, found.length if found else 0)
     try:
-        checked.dataset, checked.notes = settle_overlong(overlong, dataset, recipe.data, recipe.rollout)
+        checked.dataset, notes = settle_overlong(overlong, dataset, recipe.data, recipe.rollout)
+        checked.notes += notes
     except DataError as error:
         checked.problems.append(str(error))
     return checked

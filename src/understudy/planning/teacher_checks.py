@@ -14,7 +14,7 @@ from understudy.config import DataConfig, Recipe, TeacherConfig
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import workers_write_rows
-from understudy.rollout.dataset import Dataset
+from understudy.rollout.dataset import COMPLETION, Dataset, answer_text
 from understudy.rollout.teacher_prompts import TeacherPrompt
 
 Row = Mapping[str, Any]
@@ -173,10 +173,17 @@ def answers_given(recipe: Recipe, dataset: Dataset) -> list[str]:
         return []
     for number, row in enumerate(dataset.rows):
         place = f"data.train: {dataset.place(number)}"
-        if not isinstance(row.get(column), str) or not row[column]:
+        try:
+            answer_text(row.get(column))
+        except ValueError as error:
+            other = (
+                f"; the row has `{COMPLETION}`: rollout.answer_column = {COMPLETION!r}"
+                if row.get(COMPLETION)
+                else ""
+            )
             return [
-                f"{place}: no text in the column {column!r}, from which rollout.off_policy = {share:g} takes answers; add it, or name "
-                "another column (rollout.answer_column)"
+                f"{place}: no text in the column {column!r} ({error}), from which rollout.off_policy = {share:g} takes answers; add it, or "
+                f"name another column (rollout.answer_column){other if column != COMPLETION else ''}"
             ]
         if row.get("agent") not in (None, "", "single_turn"):
             return [

@@ -241,11 +241,18 @@ def _loss(draft: Draft, gkd: bool) -> None:
     share = draft.get("lmbda", 0.5 if gkd else 1.0)
     if share == 1.0:
         draft.tell("lmbda", Verdict.IMPLIED, "every rollout is the student's own")
+    elif k and kind == "reverse_kl":
+        draft.tell(
+            "lmbda",
+            Verdict.UNSUPPORTED,
+            "the K ids are the student's, and given answers have none; leave loss_top_k out",
+        )
     else:
-        draft.tell("lmbda", Verdict.UNSUPPORTED, "every rollout is the student's own, as with lmbda = 1.0")
+        draft.put("rollout.off_policy", round(1.0 - share, 6), "lmbda")
+        draft.follow("rollout.answer_column", "completion", "answers are `completion`, or the last message")
         draft.notes.append(
-            f"lmbda = {share:g} in TRL: the other batches are the dataset's own answers; here every rollout is the student's unless you set "
-            f"rollout.off_policy = {1 - share:g} and rows have their answer in a column (rollout.answer_column)"
+            f"lmbda = {share:g}: {1 - share:.0%} of the rows are the dataset's own answers, drawn per row (TRL: per batch), so every row must "
+            "have one: `completion`, or a last message of the assistant. rollout.off_policy = 0 does without them"
         )
 
 

@@ -2,7 +2,9 @@
 
 A row needs `prompt` (plain text, used unchanged; a list of messages is treated as `messages`) or `messages`
 (a chat). `data_source` routes it to its teacher. Every other column (`answer`, `tools`, `agent`, …) is kept
-unchanged. Rows in verl's format work unchanged. Every row is checked here, before anything expensive starts.
+unchanged. Rows in verl's and TRL's formats work unchanged: of a chat that ends with an assistant message the
+student answers what comes before, and that message becomes the column `completion`. Every row is checked
+here, before anything expensive starts.
 
 Pictures come in an `images` column or in content parts of messages, and become parts `{"type": "image",
 "image": source}` of the messages (`media/pictures.py`). `Dataset.prompt` puts them into the run's store.
@@ -27,6 +29,8 @@ _CONTENT = {"prompt", "messages", "data_source", *IMAGES}
 """Columns that become fields of a `Prompt`; the rest stay columns."""
 VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}
 """Names in verl's `agent_name` column → our loops."""
+COMPLETION = "completion"
+"""TRL's column of given answers; here also the last message of a chat that ends with an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Dataset:
     """The file and line of each row, for messages."""
     pictures: Pictures | None = None
     """Stores the pictures of prompts; None: prompts keep their sources."""
+    split_answers: int = 0
+    """How many chats ended with the answer that is now their column `completion`."""
     limits: Sequence[int | None] = ()
     """The most tokens of each row's prompt, which is cut to them; empty: as many as the student's context
     allows."""
@@ -146,13 +152,14 @@ def _checked(
     places: Sequence[tuple[str, Any]], fingerprint: str, source: str, folders: Sequence[Path]
 ) -> Dataset:
     """`folders`: what the paths of each row's pictures are relative to."""
-    rows, names = [], []
+    rows, names, split = [], [], 0
     for (place, row), folder in zip(places, folders, strict=True):
         rows.append(_checked_row(place, row, folder))
         names.append(place)
+        split += not row.get(COMPLETION) and bool(rows[-1].get(COMPLETION))
     if not rows:
         raise DataError(f"dataset {source} is empty; expected at least one row with `prompt` or `messages`")
-    return Dataset(rows, fingerprint, source, names)
+    return Dataset(rows, fingerprint, source, names, split_answers=split)
 
 
 def _checked_row(place: str, row: Any, folder: Path) -> Row:
@@ -188,7 +195,10 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
             f'{place} has images beside a plain `prompt`; give it `messages`: [{{"role": "user", "content": "<image>…"}}]'
         )
     if not isinstance(content, str):
-        messages = checked_messages(place, content, images, folder)
+        asked, answer = _split_answer(place, content, row)
+        if answer is not None:
+            changes[COMPLETION] = answer
+        messages = checked_messages(place, asked, images, folder)
         if messages is not content:
             changes["messages" if row.get("messages") else "prompt"] = messages
     if not isinstance(row.get("data_source", ""), str | None):
@@ -197,6 +207,47 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
     if agent is not None and agent != row.get("agent"):
         changes["agent"] = agent
     return {**row, **changes} if changes else row
+
+
+def _split_answer(place: str, messages: Any, row: Row) -> tuple[Any, str | None]:
+    """A chat without the answer it ends with, and that answer; None if it ends with a question."""
+    last = messages[-1] if isinstance(messages, list | tuple) and len(messages) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return messages, None
+    if row.get(COMPLETION):
+        raise DataError(
+            f"{place} ends with an assistant message and has a `{COMPLETION}` too; keep one of the two answers"
+        )
+    try:
+        return messages[:-1], answer_text([last])
+    except ValueError as error:
+        raise DataError(
+            f"{place} ends with an assistant message that is no answer in text ({error}); drop that message"
+        ) from None
+
+
+def answer_text(value: Any) -> str:
+    """A given answer as text: a text, or a list with one assistant message. `ValueError` says what came
+    instead."""
+    if isinstance(value, list | tuple) and value:
+        if len(value) > 1:
+            raise ValueError(f"{len(value)} messages, expected one")
+        message = value[0]
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            raise ValueError("a list without an assistant message")
+        if message.get("tool_calls"):
+            raise ValueError("a message with tool calls")
+        value = message.get("content")
+        if isinstance(value, list | tuple):
+            parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError("a message that is not text alone")
+            value = "".join(parts)
+    if not value:
+        raise ValueError("missing or empty")
+    if not isinstance(value, str):
+        raise ValueError(f"a {type(value).__name__}")
+    return value
 
 
 def _agent_of(place: str, row: Row) -> str | None:

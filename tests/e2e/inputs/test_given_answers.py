@@ -142,6 +142,30 @@ def test_workers_and_an_async_run_without_staleness_give_the_same_bits(small: Ma
 
 
 @pytest.mark.slow
+def test_trls_formats_give_the_same_bits(small: Make, tmp_path: Path) -> None:
+    """The answer as a column, as the chat's last message and as TRL's conversational completion."""
+    (tmp_path / "trl").mkdir()
+    plain = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:32]]
+    said = [[{"role": "assistant", "content": row["answer"]}] for row in plain]
+    formats = {
+        "messages": [
+            {"messages": row["messages"] + end, "data_source": row["data_source"]}
+            for row, end in zip(plain, said, strict=True)
+        ],
+        "conversational": [
+            {"prompt": row["messages"], "completion": end, "data_source": row["data_source"]}
+            for row, end in zip(plain, said, strict=True)
+        ],
+    }
+    expected = bits(understudy.train(small("plain"), progress=False).dir)
+    for name, rows in formats.items():
+        path = tmp_path / "trl" / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = small(name, data__train=str(path), rollout__answer_column="completion")
+        assert bits(understudy.train(table, progress=False).dir) == expected
+
+
+@pytest.mark.slow
 def test_task_rewards_are_of_the_students_rows(small: Make) -> None:
     """A policy gradient beside given answers: no ratio is taken of them, and their rewards are no score."""
     more = {"data__reward": "understudy.rollout.rewards.builtin:exact_match", "loss__task_coef": 0.5, "rollout__n": 4,

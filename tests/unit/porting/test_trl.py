@@ -41,9 +41,11 @@ def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
     [
         ("DistillationConfig", {}, {"loss.kind": "reverse_kl", "loss.signal": "hidden", "rollout.top_p": 0.95, "rollout.max_new_tokens": 512,
                                     "trainer.learning_rate": 1e-6, "trainer.schedule": "linear", "student.dtype": "bfloat16", "trainer.passes": 3.0}),
-        ("GKDConfig", {}, {"loss.kind": "jsd", "loss.beta": None, "rollout.temperature": 0.9, "loss.student_temperature": None,
+        ("GKDConfig", {}, {"loss.kind": "jsd", "loss.beta": None, "rollout.temperature": 0.9, "rollout.off_policy": 0.5, "rollout.answer_column": "completion", "loss.student_temperature": None,
                            "rollout.max_new_tokens": 128, "rollout.top_p": None, "trainer.learning_rate": 2e-5}),
         ("GKDConfig", {"beta": 0.1}, {"loss.kind": "jsd", "loss.beta": 0.1}),
+        ("GKDConfig", {"beta": 1.0, "loss_top_k": 16}, {"loss.signal": "at_ids", "rollout.off_policy": None, "rollout.answer_column": None}),
+        ("GKDConfig", {"lmbda": 1.0}, {"rollout.off_policy": None, "rollout.answer_column": None}),
         ("gkd.py", {"beta": 0.0}, {"loss.kind": None, "loss.beta": None}),
         ("DistillationConfig", {"temperature": 0.7}, {"rollout.temperature": 0.7, "loss.student_temperature": 0.7, "loss.teacher_temperature": 0.7}),
         ("DistillationConfig", {"beta": 0.0, "loss_top_k": 16, "loss_add_tail": False}, {"loss.signal": None, "loss.topk": 16, "loss.tail": "renormalise"}),
@@ -72,7 +74,7 @@ def test_lora_with_its_own_defaults_is_still_lora() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted", "text"),
     [
-        ("lmbda", 0.5, Verdict.UNSUPPORTED, "lmbda = 1.0"),
+        ("lmbda", 0.7, Verdict.CARRIED, "rollout.off_policy = 0.3"),
         ("lmbda", 1.0, Verdict.IMPLIED, "student's own"),
         ("seq_kd", True, Verdict.UNSUPPORTED, "student's own"),
         ("seq_kd", False, Verdict.NOT_NEEDED, "off"),

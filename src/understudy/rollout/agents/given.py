@@ -11,6 +11,7 @@ import numpy as np
 
 from understudy.errors import DataError
 from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.dataset import answer_text
 from understudy.rollout.seeds import hash63
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Origin, StopReason, Trajectory
@@ -42,13 +43,13 @@ class GivenAnswer:
 
     def _text_ids(self, prompt: Prompt, context: LoopContext) -> list[int]:
         assert context.given is not None
-        text = prompt.columns.get(context.given)
-        if not isinstance(text, str) or not text:
-            found = "is missing or empty" if not text else f"is a {type(text).__name__}"
+        try:
+            text = answer_text(prompt.columns.get(context.given))
+        except ValueError as error:
             raise DataError(
-                f"prompt {prompt.key}: rollout.off_policy takes the answer from the column {context.given!r}, which {found}; "
-                "expected text"
-            )
+                f"prompt {prompt.key}: rollout.off_policy takes the answer from the column {context.given!r}, which is {error}; "
+                "expected text, or a list with one assistant message"
+            ) from None
         ids: list[int] = context.renderer.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

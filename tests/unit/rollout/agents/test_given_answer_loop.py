@@ -17,6 +17,7 @@ from understudy.types.trajectory import Origin, StopReason, Trajectory
 
 TOKENIZER = chat_tokenizer("chatml")
 END = TOKENIZER.eos_token_id
+SAID = {"role": "assistant", "content": "seven"}
 
 
 def given(
@@ -43,6 +44,14 @@ def test_the_row_is_the_prompt_the_answer_and_the_end_of_the_turn() -> None:
     assert np.isnan(found.behaviour_logprobs).all() and set(found.weight_versions.tolist()) == {-1}
 
 
+@pytest.mark.parametrize(
+    "content", ["seven", [{"type": "text", "text": "sev"}, {"type": "text", "text": "en"}]]
+)
+def test_an_answer_as_a_message_is_its_text(content: Any) -> None:
+    found = given({"answer": [{"role": "assistant", "content": content}]})
+    assert found.tokens.tolist() == given({"answer": "seven"}).tokens.tolist()
+
+
 def test_an_answer_is_cut_at_the_limit_and_at_the_context() -> None:
     whole = given({"answer": "one two three four five six seven"}, most=64)
     cut = given({"answer": "one two three four five six seven"}, most=3)
@@ -63,6 +72,10 @@ def test_the_turn_ends_as_the_student_ends_it() -> None:
         ({}, "is missing or empty"),
         ({"answer": ""}, "is missing or empty"),
         ({"answer": 7}, "is a int; expected text"),
+        ({"answer": [{"role": "user", "content": "7"}]}, "is a list without an assistant message"),
+        ({"answer": [SAID, SAID]}, "is 2 messages, expected one"),
+        ({"answer": [{**SAID, "tool_calls": [{}]}]}, "is a message with tool calls"),
+        ({"answer": [{**SAID, "content": [{"type": "image"}]}]}, "is a message that is not text alone"),
     ],
 )
 def test_a_row_without_an_answer_fails_alone(columns: dict[str, Any], words: str) -> None:

@@ -1,0 +1,106 @@
+"""Rows in TRL's formats: prompt-only, prompt-completion and messages, plain and conversational."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from understudy.config import parse_recipe
+from understudy.errors import DataError
+from understudy.planning.data_checks import check_rows
+from understudy.planning.overlong import PromptLimits
+from understudy.planning.teacher_checks import answers_given
+from understudy.rollout.dataset import load_dataset
+from understudy.types.prompt import Prompt
+
+ASKED = {"role": "user", "content": "What colour is the sky?"}
+SAID = {"role": "assistant", "content": "It is blue."}
+
+
+def read(row: dict[str, Any]) -> Prompt:
+    return load_dataset([row]).prompt(0, key="k", epoch=0)
+
+
+def recipe(**rollout: Any) -> Any:
+    return parse_recipe(
+        {
+            "student": {"model": "org/s"},
+            "teachers": {"t": {"model": "org/t"}},
+            "data": {"train": "rows.jsonl"},
+            "rollout": {"off_policy": 0.5, **rollout},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "messages", "completion"),
+    [
+        ({"prompt": "The sky is"}, "The sky is", (), None),
+        ({"prompt": "The sky is", "completion": " blue."}, "The sky is", (), " blue."),
+        ({"prompt": [ASKED]}, None, (ASKED,), None),
+        ({"prompt": [ASKED], "completion": [SAID]}, None, (ASKED,), [SAID]),
+        ({"prompt": [ASKED], "completion": "It is blue."}, None, (ASKED,), "It is blue."),
+        ({"messages": [ASKED]}, None, (ASKED,), None),
+        ({"messages": [ASKED, SAID]}, None, (ASKED,), "It is blue."),
+        ({"messages": [ASKED, SAID, ASKED, SAID]}, None, (ASKED, SAID, ASKED), "It is blue."),
+    ],
+)
+def test_every_format_is_read_as_it_is(
+    tmp_path: Path, row: dict[str, Any], text: str | None, messages: tuple[Any, ...], completion: Any
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    for source in ([row], tmp_path / "rows.jsonl", tmp_path / "rows.parquet"):
+        prompt = load_dataset(source).prompt(0, key="k", epoch=0)
+        assert (prompt.text, prompt.messages) == (text, messages)
+        assert prompt.columns.get("completion") == completion
+
+
+def test_a_dataset_of_the_datasets_library(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason='pip install "understudy[datasets]"')
+    rows = datasets.Dataset.from_list([{"prompt": [ASKED], "completion": [SAID]}])
+    prompt = load_dataset(rows.to_list()).prompt(0, key="k", epoch=0)
+    assert prompt.messages == (ASKED,) and prompt.columns["completion"] == [SAID]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [SAID]}, "nothing left to answer"),
+        ({"messages": [ASKED, SAID, SAID]}, "nothing left to answer"),
+        ({"messages": [ASKED, SAID], "completion": "blue"}, "has a `completion` too"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{}]}]}, r"no answer in text \(a message with tool calls\)"),
+        ({"text": "The sky is blue."}, r"has no prompt \(columns: text\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read(row)
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [ASKED, SAID]}, {"prompt": [ASKED], "completion": [SAID]}, {"prompt": "a", "completion": "b"}]
+)  # fmt: skip
+def test_completions_are_given_answers_where_asked(row: dict[str, Any]) -> None:
+    dataset = load_dataset([row])
+    assert answers_given(recipe(answer_column="completion"), dataset) == []
+    (said,) = answers_given(recipe(), dataset)
+    assert "no text in the column 'answer' (missing or empty)" in said
+    assert "rollout.answer_column = 'completion'" in said
+
+
+def test_a_completion_of_several_messages_is_refused_as_an_answer() -> None:
+    (said,) = answers_given(
+        recipe(answer_column="completion"), load_dataset([{"prompt": [ASKED], "completion": [SAID, SAID]}])
+    )
+    assert "'completion' (2 messages, expected one)" in said
+
+
+def test_check_tells_of_messages_that_are_written_anew() -> None:
+    dataset = load_dataset([{"messages": [ASKED, SAID]}, {"messages": [ASKED]}])
+    found = check_rows(recipe(), dataset, "data.train", PromptLimits(None), None, lambda _: None)
+    (note,) = found.notes
+    assert note.startswith("data.train: 1 of 2 chats end with an assistant message")
