@@ -51,7 +51,6 @@ from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.planning.resolved import EngineSettings, ModelSource, Resolved, resolve
 from understudy.planning.seating import rollout_devices
-from understudy.planning.shared_gpu import advice
 from understudy.planning.teacher_checks import scores_row
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
@@ -117,9 +116,8 @@ async def build(
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
         seating = seat_here(recipe, gpus)
-        for words in (seating.shared(), advice(seating.placement)):
-            if words:
-                view.note(words)
+        if words := seating.shared():
+            view.note(words)
         coming = None
         if settings.critic is not None and settings.critic.own_process:
             coming = StartingCritic(settings.critic, run, processes, seating, gpus, stack)

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -47,21 +47,23 @@ class OwnedFolder:
             self._file = None
 
 
-def remove_if_abandoned(folder: Path) -> None:
-    """Removes an owned folder whose owner is gone; does nothing otherwise."""
+def remove_if_abandoned(folder: Path, first: Callable[[Path], object] | None = None) -> None:
+    """Removes an owned folder whose owner is gone, after `first` was called on it; does nothing otherwise."""
     with _lock_of(folder) as free:
         if free:
+            if first is not None:
+                first(folder)
             shutil.rmtree(folder, ignore_errors=True)
             logger.info("removed %s, which its owner left behind", folder)
 
 
-def remove_abandoned(parent: Path, prefix: str) -> None:
+def remove_abandoned(parent: Path, prefix: str, first: Callable[[Path], object] | None = None) -> None:
     """Removes what earlier runs of this user left because they were killed."""
     with contextlib.suppress(OSError):
         for folder in parent.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
                 if folder.stat().st_uid == os.getuid():
-                    remove_if_abandoned(folder)
+                    remove_if_abandoned(folder, first)
 
 
 @contextlib.contextmanager

@@ -86,6 +86,7 @@ ACCEPTED: Mapping[str, str] = {
     "dataplane.*": "how much memory rows take",
     "cluster.*": "where processes sit",
     "run.threads": _ROUNDING,
+    "run.mps": "how processes share a GPU",
     "run.loggers": "who else is told",
     "run.rollout_dump_every": "what is written for people to read",
     "run.profile_steps": "what is written for people to read",

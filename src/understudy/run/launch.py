@@ -36,6 +36,7 @@ from understudy.planning.this_machine import seat_here
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.run.changed_recipe import Change, changed_recipe
 from understudy.run.given import GivenRows
+from understudy.run.gpu_sharing import share_gpus
 from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
@@ -114,12 +115,13 @@ async def launch(
 ) -> RunOutcome:
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
+    told = share_gpus(recipe)
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     if rows:
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
-    recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_length(recipe, data)
+    recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_notes(recipe, data, told)
     _write_recipe(recipe, run)
     return await _train(recipe, data, run, progress, next_command, callbacks=callbacks)
 
@@ -141,10 +143,11 @@ async def resume(
     problems = preflight(recipe, progress=progress, new_run=False)
     if problems:
         raise ConfigError(problems)
+    told = share_gpus(recipe)
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     given = recipe.trainer
-    recipe, data = recipe.with_steps(len(data.train)), _with_length(recipe, data)
+    recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
     saved = last_checkpoint_step(run)
     if saved > recipe.trainer.steps:
         length = given.length_note(len(data.train)) or f"trainer.steps = {recipe.trainer.steps}"
@@ -164,10 +167,10 @@ async def resume(
     return await _train(recipe, data, run, progress, None, changes, callbacks)
 
 
-def _with_length(recipe: Recipe, data: PromptData) -> PromptData:
-    """The data with a note of how many steps `trainer.passes` are."""
+def _with_notes(recipe: Recipe, data: PromptData, told: Sequence[str]) -> PromptData:
+    """The data with these notes, and one of how many steps `trainer.passes` are."""
     note = recipe.trainer.length_note(len(data.train))
-    return replace(data, notes=[*data.notes, note]) if note else data
+    return replace(data, notes=[*told, *data.notes, *([note] if note else [])])
 
 
 def _write_recipe(recipe: Recipe, run: RunDir) -> None:

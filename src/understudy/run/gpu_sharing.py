@@ -1,0 +1,32 @@
+"""`run.mps`: NVIDIA's multi-process service for a run whose processes share a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from understudy.cluster import mps
+from understudy.cluster.devices import visible_gpus
+from understudy.config import Recipe
+from understudy.errors import ClusterError
+from understudy.planning.shared_gpu import advice, sharing
+from understudy.planning.this_machine import seat_here
+
+
+def share_gpus(recipe: Recipe) -> list[str]:
+    """Starts the service where it helps; returns what to tell the user. Must be called before torch looks for
+    GPUs: `torch.cuda.is_available` settles whether this process can use the service."""
+    if recipe.run.mps == "off" or recipe.cluster.backend != "local" or torch.version.cuda is None:
+        return []
+    try:
+        roles = sharing(seat_here(recipe, visible_gpus()).placement)
+    except ClusterError:  # reported when the run seats its processes
+        return []
+    if roles is None or mps.is_running():
+        return []
+    if mps.uses_cuda():
+        return [advice(roles, "this Python process used CUDA before the run, and it would not be part of it")]
+    if problem := mps.start():
+        return [advice(roles, problem)]
+    return [
+        f"{roles} share a GPU: NVIDIA's multi-process service was started and ends with this process (run.mps = 'auto')"
+    ]

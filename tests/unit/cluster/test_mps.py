@@ -1,0 +1,183 @@
+"""NVIDIA's multi-process service: started before CUDA, ended with its process, swept if it was left behind.
+
+A program of our own stands in for `nvidia-cuda-mps-control`; it starts a real daemon process and records its calls.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from understudy.cluster import mps
+from understudy.config import Recipe, parse_recipe
+from understudy.run import gpu_sharing
+
+STAND_IN = Path(__file__).with_name("mps_stand_in.py")
+OWNER = """
+import os, sys
+from understudy.cluster import mps
+print(mps.start(lambda: None), os.environ["CUDA_MPS_PIPE_DIRECTORY"], mps._ours.keeper.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in on PATH, a temporary directory of our own, and the file with its calls."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / mps.CONTROL
+    program.write_text(f"#!{sys.executable}\n{STAND_IN.read_text()}")
+    program.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("MPS_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(mps, "_DEFAULT_PIPES", str(tmp_path / "nothing"))
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    return tmp_path / "calls"
+
+
+class Owner:
+    """A process that starts the service and waits."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        problem, pipes, keeper = self.process.stdout.readline().split()
+        assert problem == "None"
+        self.pipes, self.keeper = Path(pipes), int(keeper)
+        self.daemon = int((self.pipes / "nvidia-cuda-mps-control.pid").read_text())
+
+
+def commands(calls: Path) -> list[str]:
+    return [" ".join(line.split()[3:]) for line in calls.read_text().splitlines()]
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_service_ends_with_its_process(calls: Path, killed: bool) -> None:
+    owner = Owner()
+    assert (owner.pipes / "control").exists() and not is_gone(owner.daemon)
+    assert owner.pipes.stat().st_mode & 0o777 == 0o700
+    if killed:
+        owner.process.kill()
+    else:
+        owner.process.communicate("")
+    until(lambda: not owner.pipes.exists())
+    assert is_gone(owner.daemon)
+    assert commands(calls) == ["-d", "quit -t 5"]
+    for line in calls.read_text().splitlines():
+        assert line.split()[:3] == [str(owner.pipes), str(owner.pipes / "log"), "all"]
+    owner.process.wait()
+
+
+@pytest.mark.parametrize("refuses", ["", "quit"])
+def test_a_service_that_was_left_behind_is_ended_by_the_next_start(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    """Even if the daemon does not answer `quit`; a service whose owner lives is not touched."""
+    left, living = Owner(), Owner()
+    os.kill(left.keeper, signal.SIGKILL)
+    until(lambda: is_gone(left.keeper))
+    left.process.kill()
+    left.process.wait()
+    assert not is_gone(left.daemon)
+    monkeypatch.setenv("MPS_REFUSES", refuses)
+    following = Owner()
+    assert is_gone(left.daemon) and not left.pipes.exists()
+    assert not is_gone(living.daemon) and (living.pipes / "control").exists()
+    assert commands(calls) == ["-d", "-d", "quit -t 5", "-d"]
+    for owner in (living, following):
+        owner.process.kill()
+        owner.process.wait()
+        until(lambda owner=owner: not owner.pipes.exists())  # type: ignore[misc]
+        if not is_gone(owner.daemon):
+            os.kill(owner.daemon, signal.SIGKILL)
+
+
+def test_a_service_through_which_no_gpu_opens_is_ended(calls: Path, tmp_path: Path) -> None:
+    assert mps.start(lambda: "CUDA error 805") == "CUDA error 805"
+    assert commands(calls) == ["-d", "quit -t 5"]
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_service_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MPS_REFUSES", "-d")
+    assert mps.start() == "nvidia-cuda-mps-control -d ended with code 1: cannot -d"
+    assert list((tmp_path / "tmp").iterdir()) == []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert mps.start() == "nvidia-cuda-mps-control is not on PATH"
+
+
+def recipe(mode: str = "auto") -> Recipe:
+    return parse_recipe(
+        {
+            "student": {"model": "org/student"},
+            "teachers": {"math": {"model": "org/math", "replicas": 1}},
+            "data": {"train": "x.jsonl"},
+            "run": {"mps": mode},
+        }
+    )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One GPU and a torch for it; whether the service was started."""
+    found: list[bool] = []
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(mps, "start", lambda: found.append(True))
+    return found
+
+
+def test_a_run_whose_processes_share_a_gpu_starts_it(started: list[bool]) -> None:
+    (said,) = gpu_sharing.share_gpus(recipe())
+    assert started and said.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
+
+
+@pytest.mark.parametrize("why", ["off", "no GPU", "runs already", "CPU torch"])
+def test_a_run_that_does_not_need_it_is_silent(
+    started: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    if why == "no GPU":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    elif why == "runs already":
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        (tmp_path / "control").touch()
+    elif why == "CPU torch":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    assert gpu_sharing.share_gpus(recipe("off" if why == "off" else "auto")) == []
+    assert not started
+
+
+def test_a_run_that_goes_without_says_what_it_would_gain(
+    started: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "start", lambda: "nvidia-cuda-mps-control is not on PATH")
+    (said,) = gpu_sharing.share_gpus(recipe())
+    assert "1.6 times as fast" in said and "not on PATH" in said
+    monkeypatch.setattr(mps, "uses_cuda", lambda: True)
+    (said,) = gpu_sharing.share_gpus(recipe())
+    assert "used CUDA before the run" in said
