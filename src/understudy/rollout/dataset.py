@@ -242,7 +242,7 @@ def answer_text(value: Any) -> str:
             parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError("a message that is not text alone")
-            value = "".join(parts)
+            value = "".join(map(str, parts))
     if not value:
         raise ValueError("missing or empty")
     if not isinstance(value, str):
