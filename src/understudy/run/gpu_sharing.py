@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from understudy.cluster import mps
 from understudy.cluster.devices import visible_gpus
-from understudy.config import Recipe
+from understudy.config import ClusterConfig
+from understudy.config.trainer import RunConfig
 from understudy.errors import ClusterError
+from understudy.planning.seating import Seating
 from understudy.planning.shared_gpu import advice, sharing
-from understudy.planning.this_machine import seat_here
 
 
-def share_gpus(recipe: Recipe) -> list[str]:
-    """Starts the service where it helps; returns what to tell the user. Must be called before torch looks for
-    GPUs: `torch.cuda.is_available` settles whether this process can use the service."""
-    if recipe.run.mps == "off" or recipe.cluster.backend != "local" or torch.version.cuda is None:
+def share_gpus(run: RunConfig, cluster: ClusterConfig, seats: Callable[[list[str]], Seating]) -> list[str]:
+    """Starts the service where it helps; returns what to tell the user. `seats` gives the run's processes their
+    places on these GPUs. Must be called before torch looks for GPUs: `torch.cuda.is_available` settles whether
+    this process can use the service."""
+    if run.mps == "off" or cluster.backend != "local" or torch.version.cuda is None:
         return []
     try:
-        roles = sharing(seat_here(recipe, visible_gpus()).placement)
+        roles = sharing(seats(visible_gpus()).placement)
     except ClusterError:  # reported when the run seats its processes
         return []
     if roles is None or mps.is_running():

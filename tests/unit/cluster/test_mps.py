@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from understudy.cluster import mps
-from understudy.config import Recipe, parse_recipe
+from understudy.config import parse_recipe
+from understudy.planning.this_machine import seat_here
 from understudy.run import gpu_sharing
 
 STAND_IN = Path(__file__).with_name("mps_stand_in.py")
@@ -132,8 +134,8 @@ def test_a_service_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, 
     assert mps.start() == "nvidia-cuda-mps-control is not on PATH"
 
 
-def recipe(mode: str = "auto") -> Recipe:
-    return parse_recipe(
+def told(mode: str = "auto") -> list[str]:
+    recipe = parse_recipe(
         {
             "student": {"model": "org/student"},
             "teachers": {"math": {"model": "org/math", "replicas": 1}},
@@ -141,6 +143,7 @@ def recipe(mode: str = "auto") -> Recipe:
             "run": {"mps": mode},
         }
     )
+    return gpu_sharing.share_gpus(recipe.run, recipe.cluster, partial(seat_here, recipe))
 
 
 @pytest.fixture
@@ -153,7 +156,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_a_run_whose_processes_share_a_gpu_starts_it(started: list[bool]) -> None:
-    (said,) = gpu_sharing.share_gpus(recipe())
+    (said,) = told()
     assert started and said.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
 
 
@@ -168,7 +171,7 @@ def test_a_run_that_does_not_need_it_is_silent(
         (tmp_path / "control").touch()
     elif why == "CPU torch":
         monkeypatch.setattr(torch.version, "cuda", None)
-    assert gpu_sharing.share_gpus(recipe("off" if why == "off" else "auto")) == []
+    assert told("off" if why == "off" else "auto") == []
     assert not started
 
 
@@ -176,8 +179,8 @@ def test_a_run_that_goes_without_says_what_it_would_gain(
     started: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "start", lambda: "nvidia-cuda-mps-control is not on PATH")
-    (said,) = gpu_sharing.share_gpus(recipe())
+    (said,) = told()
     assert "1.6 times as fast" in said and "not on PATH" in said
     monkeypatch.setattr(mps, "uses_cuda", lambda: True)
-    (said,) = gpu_sharing.share_gpus(recipe())
+    (said,) = told()
     assert "used CUDA before the run" in said
