@@ -129,6 +129,9 @@ class LocalTeachers:
         ]  # fmt: skip
         if teacher.compile:
             arguments.append("--compile")
+        if teacher.quantize is not None:
+            arguments += ["--quantize", teacher.quantize]
+            arguments += ["--quantize-tolerance", str(teacher.quantize_tolerance)]
         if teacher.context_length is not None:
             arguments += ["--max-length", str(teacher.context_length)]
         if teacher.revision is not None:

@@ -297,6 +297,8 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
             "serve it with --batching by_request for determinism = 'full'",
             name,
         )
+    if manifest.quantization is not None:
+        logger.info("teacher %s has weights in %s: %s", name, manifest.dtype, manifest.quantization)
     if manifest.backend != "native":
         logger.warning(
             "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared (only the files of "

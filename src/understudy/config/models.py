@@ -112,6 +112,11 @@ class TeacherConfig(Section):
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
     """Dtype of the weights in replicas that this run starts."""
+    quantize: Literal["int8", "fp8"] | None = None
+    """Linear layers of the replicas in eight bits: `int8` weights, or `fp8` weights and products (GPUs from
+    compute capability 8.9 on). A replica measures at its start what that changes."""
+    quantize_tolerance: Annotated[float, Field(gt=0)] = 0.05
+    """Nats of KL that `quantize` may change on the fixed tokens; a replica that is further off is refused."""
     device: Device = "auto"
     """`auto` (a GPU of its own if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other
     processes use it)."""
@@ -218,6 +223,21 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"backend = {self.backend!r} belongs to placement = 'external': replicas started here are native"
             )
+        if self.quantize is not None:
+            shared = [
+                said
+                for said, holds in (
+                    (f"tensor_parallel = {self.tensor_parallel}", self.tensor_parallel > 1),
+                    (f"version = {self.version!r}", self.follows_student),
+                    ("placement = 'trainer'", self.placement == "trainer"),
+                )
+                if holds
+            ]
+            if shared:
+                raise ValueError(
+                    f"quantize = {self.quantize!r} is for replicas of one process that load a model of their own, and "
+                    f"{' and '.join(shared)} is set; leave one of the two out"
+                )
         if self.ports and len(self.ports) != self.replicas:
             raise ValueError(
                 f"{len(self.ports)} ports for {self.replicas} replicas; give one per replica, or none"
@@ -235,7 +255,7 @@ class TeacherConfig(Section):
 
 _OF_OUR_PROCESSES = (
     "replicas", "ports", "tensor_parallel", "threads", "device", "dtype", "max_batch_tokens", "compile", "revision",
-    "trust_remote_code", "attention",
+    "trust_remote_code", "attention", "quantize", "quantize_tolerance",
 )  # fmt: skip
 
 

@@ -191,6 +191,8 @@ def _replica(
 ) -> list[PlannedProcess]:
     parameters, ranks = _parameters(teacher.model), teacher.tensor_parallel
     size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + _PROCESS_BYTES
+    if size is not None and teacher.quantize is not None:
+        size -= ModelFolder.open(teacher.model, "model").linear_parameters * (_BYTES[teacher.dtype] - 1)
     job = f"scores rows of {teacher.key or 'every source'}"
     return [
         PlannedProcess(

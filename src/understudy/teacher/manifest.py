@@ -46,6 +46,19 @@ class PictureFacts(msgspec.Struct, frozen=True):
     """Placeholders of the picture that goes with the fixed tokens."""
 
 
+class QuantizationError(msgspec.Struct, frozen=True):
+    """The quantized model against itself before, on the fixed tokens; in nats."""
+
+    mean: float
+    """Of |log p − log p'| of the tokens."""
+    worst: float
+    kl: float
+    """Mean KL(p ‖ p') over the vocabulary."""
+
+    def __str__(self) -> str:
+        return f"KL {self.kl:.2g} nats, log-probabilities {self.mean:.2g} apart (worst {self.worst:.2g})"
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """Served at /manifest; read by clients and by the pool."""
 
@@ -72,6 +85,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Of a teacher that follows the student: the version of its weights. −1: those it was loaded with."""
     pictures: PictureFacts | None = None
     """How it reads pictures; None: it reads text only."""
+    quantization: QuantizationError | None = None
+    """What eight-bit weights change (`dtype` ends in +int8 or +fp8); None: the weights are as loaded."""
 
     def cut_to(self, usable: UsableIds | None) -> Manifest:
         """This manifest for a run that uses only these ids."""

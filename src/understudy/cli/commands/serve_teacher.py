@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, help="processes, and GPUs, that share the model"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
+    parser.add_argument("--quantize", choices=["int8", "fp8"], help="linear layers in eight bits")
     parser.add_argument("--layout", default="auto", choices=["auto", "packed", "padded"])
     parser.add_argument(
         "--batching",
@@ -90,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     if options.compile:
         arguments.append("--compile")
+    if options.quantize:
+        arguments += ["--quantize", options.quantize]
     if options.revision:
         arguments += ["--revision", options.revision]
     if options.trust_remote_code:

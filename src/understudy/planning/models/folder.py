@@ -101,6 +101,16 @@ class ModelFolder:
         """Counted from the headers of the weight files."""
         return sum(math.prod(shape) for shape in self._shapes.values())
 
+    @property
+    def linear_parameters(self) -> int:
+        """Of the linear layers: all matrices but embeddings and the head."""
+        others = ("embed", "lm_head", "wte", "wpe")
+        return sum(
+            math.prod(shape)
+            for name, shape in self._shapes.items()
+            if len(shape) == 2 and not any(other in name for other in others)
+        )
+
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices
         each."""

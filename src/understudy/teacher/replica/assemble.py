@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,12 @@ from understudy.teacher.replica.tensor_parallel import Place, join
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
 from understudy.teacher.scoring.probe import PROBE_HASH
+from understudy.teacher.scoring.quantize import Bits, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import Signal
 
+logger = logging.getLogger(__name__)
 SMALL = 1 << 22
 """The most parameters of a model whose threads score requests concurrently."""
 CPU_CHUNK_MIB = 64
@@ -42,6 +45,10 @@ def build_worker(
             f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"
         )
     digest = weights_sha256(frozen.model)
+    error = None
+    if args.quantize is not None:
+        frozen, error = quantized(frozen, Bits(args.quantize), args.device, args.quantize_tolerance)
+        logger.info("%s: weights in %s: %s", args.name, args.quantize, error)
     vocabulary = vocabulary_of(args.model, args.revision)
     scorer = _scorer(args, frozen, vocabulary)
     scorer.warm_up()
@@ -53,7 +60,7 @@ def build_worker(
         vocab_fingerprint=vocabulary.fingerprint,
         vocab_size=scorer.vocab,
         hidden_size=scorer.hidden_size,
-        dtype=args.dtype,
+        dtype=args.dtype if frozen.bits is None else f"{args.dtype}+{frozen.bits}",
         signals=list(Signal),
         limits=Limits(
             max_length=args.max_length or frozen.max_length,
@@ -65,6 +72,7 @@ def build_worker(
         unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
         leaves_out_ids=True,
         pictures=_picture_facts(frozen),
+        quantization=error,
     )
     lanes = _lanes(args, scorer)
     if lanes > 1:
@@ -115,8 +123,8 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace) -> FrozenModel:
-    # A model to be sharded is loaded on the host: it may not fit on one device.
-    device = "cpu" if args.world_size > 1 else args.device
+    # A model to be sharded or quantized is loaded on the host: it may not fit on one device.
+    device = "cpu" if args.world_size > 1 or args.quantize is not None else args.device
     return load_frozen(
         args.model,
         dtype=args.dtype,

@@ -53,6 +53,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 2048 on CUDA"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
+    parser.add_argument("--quantize", choices=["int8", "fp8"], help="linear layers in eight bits")
+    parser.add_argument(
+        "--quantize-tolerance",
+        type=float,
+        default=0.05,
+        help="nats of KL that it may change on the fixed tokens",
+    )
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code",

@@ -200,6 +200,8 @@ class Body:
 
         Weights are laid out once, and again after `weights_changed`, not for every micro-batch.
         """
+        if self.frozen.bits is not None:  # it reads weights as plain tensors
+            return None
         reach, kept = _rounded_up(longest), self._lean
         if kept is None or kept[0] != reach:
             with self._attention_of(self._own_attention):

@@ -31,6 +31,8 @@ class FrozenModel:
     device: torch.device
     max_length: int
     """The longest sequence the model's positions allow."""
+    bits: str | None = None
+    """How its linear layers are quantized; None: they are not."""
     pictures: PictureReader | None = None
     """For a vision-language model: its processor, and the store of pictures that clients sent."""
 

@@ -1,0 +1,127 @@
+"""A teacher with eight-bit weights beside the same teacher without: distance in nats, bytes, and tokens per second.
+
+    python benchmarks/teachers/bits.py MODEL TEXT.jsonl                        int8 beside float32 on a CPU
+    python benchmarks/teachers/bits.py MODEL TEXT.jsonl --device cuda --dtype bfloat16 --bits fp8 int8
+
+TEXT.jsonl: rows with `question` and `answer`, whose text is scored. Both teachers score the same request through the
+replica's scorer; they take turns, and the median of the rounds counts. Distances are over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scoring.model import FrozenModel, load_frozen
+from understudy.teacher.scoring.quantize import Bits, quantized
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.types.scores import ScoreItem, Signal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hardware import cpu_name
+from step_problem import Row, save
+
+SPEED_GOAL, MEMORY_GOAL = 1.3, 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--bits", nargs="+", default=["int8"], choices=[str(one) for one in Bits])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row at most")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder of the result file")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    lines = [json.loads(line) for line in options.text.read_text().splitlines()[: options.rows]]
+    texts = [f"{one['question']}\n{one['answer']}" for one in lines]
+    tokens = [np.array(tokenizer(text)["input_ids"][: options.length], np.int32) for text in texts]
+    full = load_frozen(options.model, dtype=options.dtype, device=options.device)
+    rows: list[Row] = []
+    for bits in options.bits:
+        rows += compared(full, Bits(bits), tokens, options)
+    for row in rows:
+        print(f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}")
+    where = torch.cuda.get_device_name().replace(" ", "-").lower() if options.device != "cpu" else cpu_name()
+    save("teacher_bits", where, rows, options.out)
+
+
+def compared(
+    full: FrozenModel, bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace
+) -> list[Row]:
+    host = load_frozen(options.model, dtype=options.dtype)
+    small, fixed = quantized(host, bits, options.device, float("inf"))
+    items = [
+        ScoreItem(f"row-{i}", row, np.arange(1, len(row), dtype=np.int32), Signal.TOPK, k=32)
+        for i, row in enumerate(tokens)
+    ]
+    request, count = request_of(items), sum(len(row) for row in tokens)
+    scorers = [Scorer("full", full, ScorerOptions()), Scorer("bits", small, ScorerOptions())]
+    for scorer in scorers:
+        scorer.warm_up()
+        scorer.score(request)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(options.rounds):
+        for place, scorer in enumerate(scorers):
+            begun = time.perf_counter()
+            scorer.score(request)  # returns arrays on the host
+            seconds[place].append(time.perf_counter() - begun)
+    rates = [count / statistics.median(one) for one in seconds]
+    kl_N, apart_N = distances(full, small, tokens)
+    name, peer = f"{Path(options.model).name}, {bits}", f"{options.dtype} weights"
+    weights = [bytes_of(one) for one in (small, full)]
+    speed, memory = rates[1] / rates[0], weights[0] / weights[1]
+    return [
+        Row(f"{name}: scoring", round(rates[1], 1), "tokens/s", peer, round(rates[0], 1), round(speed, 3),
+            f">= {SPEED_GOAL} x", speed >= SPEED_GOAL),
+        Row(f"{name}: weights", weights[0], "bytes", peer, weights[1], round(memory, 3),
+            f"<= {MEMORY_GOAL} x", memory <= MEMORY_GOAL),
+        Row(f"{name}: KL to {peer}, mean over {len(kl_N)} tokens", round(float(kl_N.mean()), 6), "nats"),
+        Row(f"{name}: KL to {peer}, worst token", round(float(kl_N.max()), 5), "nats"),
+        Row(f"{name}: log p of the written token apart, mean", round(float(apart_N.mean()), 6), "nats"),
+        Row(f"{name}: log p of the written token apart, worst", round(float(apart_N.max()), 5), "nats"),
+        Row(f"{name}: KL on the fixed tokens of a replica's start", round(fixed.kl, 6), "nats"),
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def distances(
+    full: FrozenModel, small: FrozenModel, tokens: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """KL(full ‖ small) and |Δ log p| of the written token, of every token but the first of a row."""
+    kls, gaps = [], []
+    for row in tokens:
+        ids_1T = torch.from_numpy(row.astype(np.int64))[None].to(full.device)
+        was, now = (
+            one.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            for one in (full, small)
+        )
+        kls.append((was.exp() * (was - now)).sum(-1).cpu().numpy())
+        gaps.append((was - now).gather(1, ids_1T[0, 1:, None]).abs()[:, 0].cpu().numpy())
+    return np.concatenate(kls), np.concatenate(gaps)
+
+
+def bytes_of(frozen: FrozenModel) -> int:
+    """Of all weights, tied ones once; a quantized weight counts its eight-bit values and scales."""
+    parts = {}
+    for weight in frozen.model.parameters():
+        for tensor in (weight.qdata, weight.scale) if hasattr(weight, "qdata") else (weight,):
+            parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(parts.values())
+
+
+if __name__ == "__main__":
+    main()

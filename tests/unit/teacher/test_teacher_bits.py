@@ -1,0 +1,82 @@
+"""Replicas with eight-bit weights: their scores are those of the rounded weights, and the change is measured."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from understudy.config import parse_recipe
+from understudy.errors import ConfigError, TeacherError
+from understudy.planning.models.folder import ModelFolder
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.quantize import Bits, quantized
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.types.scores import ScoreItem, Signal
+
+pytest.importorskip("torchao")
+ROW = np.array([3, 9, 27, 14, 5, 40, 22, 8, 17, 30], np.int32)
+
+
+@torch.no_grad()
+def plain(model: torch.nn.Module, row: np.ndarray) -> torch.Tensor:
+    ids = torch.from_numpy(row.astype(np.int64))[None]
+    return model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED, Layout.AUTO])
+def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, layout: Layout) -> None:
+    frozen = load_frozen(str(qwen3))
+    twin = copy.deepcopy(frozen.model)
+    small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
+    linears = {
+        name: module for name, module in small.model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    rounded = 0
+    for name, module in twin.named_modules():
+        if not isinstance(module, torch.nn.Linear) or "lm_head" in name:
+            continue
+        weight = linears[name].weight
+        assert weight.qdata.dtype == torch.int8
+        near = weight.qdata.float() * weight.scale
+        # To the nearest of 256 steps: at most half a step off, with room for the rounding of the scale.
+        assert ((near - module.weight).abs() <= 0.51 * weight.scale).all()
+        module.weight.data.copy_(near)
+        rounded += module.weight.numel()
+    assert rounded == ModelFolder.open(str(qwen3), "model").linear_parameters
+    scorer = Scorer("t", small, ScorerOptions(layout=layout))
+    scorer.warm_up()
+    items = [
+        ScoreItem(f"row-{n}", ROW[:n], np.arange(1, n, dtype=np.int32), Signal.SAMPLED) for n in (10, 6, 3)
+    ]
+    for item, scores in zip(items, scorer.score(request_of(items)).split(), strict=True):
+        right = plain(twin, item.tokens)[np.arange(item.length - 1), item.tokens[1:]]
+        np.testing.assert_allclose(scores.sampled_logprobs, right, atol=1e-5)
+    assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.1
+
+
+def test_a_model_that_changes_too_much_is_refused(qwen3: Path) -> None:
+    with pytest.raises(TeacherError, match=r"by more than quantize_tolerance = 1e-12: KL .* nats"):
+        quantized(load_frozen(str(qwen3)), Bits.INT8, "cpu", 1e-12)
+
+
+def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
+    with pytest.raises(TeacherError, match=r"needs a GPU with fp8 products .* use 'int8'"):
+        quantized(load_frozen(str(qwen3)), Bits.FP8, "cpu", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
+        ({"model": "student", "version": "live"}, "version = 'live' is set"),
+        ({"placement": "external", "urls": ["http://h:1"]}, "`quantize` belongs to processes that this run starts"),
+    ],
+)  # fmt: skip
+def test_where_it_cannot_be(keys: dict, said: str) -> None:
+    teacher = {"model": "m", "quantize": "int8", **keys}
+    with pytest.raises(ConfigError, match=said):
+        parse_recipe({"student": {"model": "s"}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}})
