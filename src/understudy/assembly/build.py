@@ -18,9 +18,11 @@ from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import (
+    aligners_of,
     longest_own_prompt,
     mixed_teachers,
     once_longest_prompt,
+    other_tokenizers,
     teacher_prompts_of,
 )
 from understudy.assembly.ranks import start_ranks
@@ -36,7 +38,7 @@ from understudy.assembly.teachers import (
     teacher_tokens,
 )
 from understudy.assembly.this_machine import gpu_names
-from understudy.assembly.usable_ids import find_usable_ids, keep_usable_ids
+from understudy.assembly.usable_ids import Vocabularies, find_usable_ids, keep_usable_ids
 from understudy.cluster.local import LocalProcesses
 from understudy.config import DataConfig, LossConfig, Recipe
 from understudy.config.base import flatten
@@ -125,7 +127,7 @@ async def build(
             student = await asyncio.to_thread(load_source, settings.student)
             store = MediaStore(run.media.absolute())
             student = student.reading(store, settings.student.model, settings.student.revision)
-        usable = await find_usable_ids(
+        vocabularies = await find_usable_ids(
             settings.student,
             student,
             recipe.teachers,
@@ -133,6 +135,7 @@ async def build(
             teacher_tokens(recipe.teachers),
             view.note,
         )
+        usable, aligned = vocabularies.usable, vocabularies.aligned
         keep_usable_ids(run, usable)
         rows = (
             data
@@ -144,12 +147,15 @@ async def build(
         rows = rows.storing(pictures_of(recipe.data, store.folder))
         prompts = rows.train
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
-        own_prompts = teacher_prompts_of(recipe.teachers, recipe.rollout, student.tokenizer, usable, stack)
+        others = other_tokenizers(recipe.teachers, aligned)
+        own_prompts = teacher_prompts_of(
+            recipe.teachers, recipe.rollout, student.tokenizer, others, usable, stack
+        )
         teachers = await start_teachers(
             settings.teachers,
             processes,
             seating,
-            _student_facts(settings, recipe, student, prompts, own_prompts, usable),
+            _student_facts(settings, recipe, student, prompts, own_prompts, vocabularies),
             view,
             secrets.token_urlsafe(24),
             remote_scoring,
@@ -188,7 +194,7 @@ async def build(
             start_timeout=recipe.cluster.start_timeout_seconds,
         )
         sees = student.pictures is not None
-        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack, sees)
+        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack, sees, tuple(aligned))
         renderer = _renderer(settings.engine, recipe.data, student)
         loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
@@ -258,6 +264,7 @@ async def build(
                 router_of(settings.teachers, pools),
                 teacher_queues(pools, deterministic),
                 own_prompts,
+                aligners_of(student, others, usable),
                 partial(manifests_of, pools),
                 None if self_teachers is None else self_teachers.gate,
             ),
@@ -331,11 +338,12 @@ async def _batches(
     teachers: Teachers,
     stack: AsyncExitStack,
     pictures: bool,
+    aligned: tuple[str, ...],
 ) -> Batches:
     scored, heads = bool(teachers.pools), list(teachers.heads.values())
     dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
     given = settings.learn.rollout.off_policy > 0
-    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype, given)
+    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype, given, aligned)
     if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
         return local
     columns = fact_columns(scored), token_columns(loss, scored, pictures)
@@ -412,7 +420,7 @@ def _student_facts(
     student: LoadedModel,
     prompts: Dataset,
     own_prompts: TeacherPrompts,
-    usable: UsableIds | None,
+    vocabularies: Vocabularies,
 ) -> StudentFacts:
     data = recipe.data
     external = {
@@ -425,12 +433,12 @@ def _student_facts(
             partial(scores_row, data, recipe.teachers, name),
         )
         for name, one in recipe.teachers.items()
-        if one.reads_own_prompt and one.placement == "external"
+        if (one.reads_own_prompt or name in vocabularies.aligned) and one.placement == "external"
     }
     return StudentFacts(
         vocabulary_of(settings.student.model, settings.student.revision),
         student.model.get_output_embeddings().weight.shape[0],
-        usable,
+        vocabularies.usable,
         student.device,
         context_of(settings.engine, student),
         sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
@@ -443,6 +451,7 @@ def _student_facts(
         _base(settings.student, student)
         if any(one.placement == "trainer" for one in recipe.teachers.values())
         else None,
+        vocabularies.aligned,
     )
 
 

@@ -1,26 +1,32 @@
-"""What a run's prompts ask of its teachers: the longest one, mixtures, prompts that teachers read themselves."""
+"""What a run's rows ask of its teachers: the longest prompt, mixtures, prompts that teachers read themselves, tokens
+of another tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
 from understudy.config import RolloutConfig, TeacherConfig
-from understudy.errors import DataError
+from understudy.errors import ConfigError, DataError
 from understudy.planning.teacher_checks import own_prompts
+from understudy.policy.load import load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, Row
 from understudy.rollout.render import Renderer
 from understudy.rollout.teacher_prompts import TeacherPrompts
+from understudy.teacher.alignment import TokenAligner, TurnEnds
+from understudy.teacher.token_bytes import TokenBytes
+from understudy.trainers.models import LoadedModel
 from understudy.types.usable_ids import UsableIds
 
 _AT_A_TIME = 256
 """Prompts rendered in one batch, which halves the work."""
 _NO_LIMIT = 1 << 30
+_MARKER = "understudy-turn-marker"
 
 
 def once_longest_prompt(
@@ -71,17 +77,73 @@ def teacher_prompts_of(
     teachers: Mapping[str, TeacherConfig],
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
+    others: Mapping[str, PreTrainedTokenizerBase],
     usable: UsableIds | None,
     stack: AsyncExitStack,
 ) -> TeacherPrompts:
-    """The prompts that teachers read instead of the student's; `stack` closes what their tools opened."""
+    """The prompts that teachers read instead of the student's. `others`: tokenizers of teachers that have another.
+    `stack` closes what their tools opened."""
     own = own_prompts(teachers)
-    renderer = Renderer(tokenizer, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
-    if not own:
+    renderer, *renderers = (
+        Renderer(one, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
+        for one in (tokenizer, *others.values())
+    )
+    theirs = dict(zip(others, renderers, strict=True))
+    if not own and not theirs:
         return TeacherPrompts(own, renderer, lambda prompt: None, usable)
     loops = LoopChoice(rollout.agent, rollout.agent_options)
     stack.push_async_callback(loops.close)
-    return TeacherPrompts(own, renderer, loops.schemas, usable)
+    return TeacherPrompts(own, renderer, loops.schemas, usable, theirs)
+
+
+def other_tokenizers(
+    teachers: Mapping[str, TeacherConfig], aligned: Collection[str]
+) -> dict[str, PreTrainedTokenizerBase]:
+    """The tokenizers of teachers whose tokens are aligned with the student's."""
+    return {name: load_tokenizer(teachers[name].model, revision=teachers[name].revision) for name in aligned}
+
+
+def aligners_of(
+    student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
+) -> dict[str, TokenAligner]:
+    """By name: what translates between the student's tokens and those of a teacher with another tokenizer."""
+    if not others:
+        return {}
+    ours, own_end = _bytes_of(student.tokenizer, "student"), turn_end(student.tokenizer)
+    own = own_end if own_end in student.stop_ids else student.stop_ids[0]
+    found = {}
+    for name, tokenizer in others.items():
+        end = turn_end(tokenizer)
+        if end is None:
+            raise ConfigError(
+                f"teachers.{name}: its tokenizer names no token that ends a turn; set eos_token in its tokenizer_config.json"
+            )
+        theirs = _bytes_of(tokenizer, f"teachers.{name}")
+        found[name] = TokenAligner(ours, theirs, TurnEnds(student.stop_ids, own, end), usable)
+    return found
+
+
+def _bytes_of(tokenizer: PreTrainedTokenizerBase, place: str) -> TokenBytes:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"{place}: vocabulary = 'align' needs tokenizer.json, and this tokenizer has none; save it with a fast tokenizer"
+        )
+    return TokenBytes(backend.to_str(), place)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
+    eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    if not tokenizer.chat_template:
+        return eos
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(_MARKER)[2]
+    except Exception:  # a template is a program: it may raise anything
+        return eos
+    written = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return next((int(one) for one in written if one in tokenizer.all_special_ids), eos)
 
 
 def longest_own_prompt(

@@ -27,6 +27,7 @@ from understudy.errors import ConfigError, TeacherError
 from understudy.media.processor import PictureReader, patching_difference
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
+from understudy.planning.models.pairs import Side
 from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
 from understudy.serving.endpoint import Endpoint
@@ -102,6 +103,12 @@ class StudentFacts:
     """For a student that reads pictures."""
     base: FrozenModel | None = None
     """The student's model before adapters, for teachers with `placement = "trainer"`."""
+    aligned: Mapping[str, Side] = field(default_factory=dict)
+    """By name: the vocabulary of teachers with another tokenizer."""
+
+    def vocabulary_of(self, teacher: str) -> Vocabulary:
+        """The vocabulary that a teacher must have."""
+        return self.aligned[teacher].vocabulary if teacher in self.aligned else self.vocabulary
 
     @property
     def media(self) -> MediaStore | None:
@@ -226,18 +233,22 @@ def _pool(
         outage_most=teacher.outage_seconds if teacher.placement == "external" else None,
         supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
     )
+    usable = None if name in student.aligned else student.usable
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
-        native: Connect = partial(connect_native, usable=student.usable, media=student.media)
+        native: Connect = partial(connect_native, usable=usable, media=student.media)
         if remote is not None:
-            native = remote.connect(native, None, student.usable)
+            native = remote.connect(native, None, usable)
         return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
-    ids = student.head_rows if student.usable is None else min(student.usable.limit, student.head_rows)
-    told = External(ids, student.vocabulary.fingerprint, teacher.model, teacher.backend, k)
-    connect = external_of(told, student.usable, student.media)
+    own = student.vocabulary_of(name)
+    ids = student.head_rows if usable is None else min(usable.limit, student.head_rows)
+    if name in student.aligned:
+        ids = max(own.ids.values()) + 1
+    told = External(ids, own.fingerprint, teacher.model, teacher.backend, k)
+    connect = external_of(told, usable, student.media)
     if remote is not None:
-        connect = remote.connect(connect, told, student.usable)
+        connect = remote.connect(connect, told, usable)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
     return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
 
@@ -315,9 +326,10 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
     launcher = teachers.launchers.get(name)
     endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
     async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
-        if manifest.vocab_fingerprint != student.vocabulary.fingerprint:
-            rows = (student.head_rows, manifest.vocab_size)
-            check_vocabulary(student.vocabulary, await client.vocabulary(), name, rows)
+        expected = student.vocabulary_of(name)
+        if manifest.vocab_fingerprint != expected.fingerprint:
+            rows = (None if name in student.aligned else student.head_rows, manifest.vocab_size)
+            check_vocabulary(expected, await client.vocabulary(), name, rows)
         if signal is Signal.HIDDEN:
             teachers.heads[name] = _head(await client.head(), settings.temperature, student.device)
 
@@ -326,7 +338,7 @@ async def _length(name: str, settings: TeacherSettings, student: StudentFacts, m
     """The length that a teacher must hold: prompt + response + 1. The student's prompts are measured only if
     the teacher's context is not longer than the longest rollout."""
     answer = settings.max_new_tokens + 1
-    if settings.teachers[name].reads_own_prompt:
+    if settings.teachers[name].reads_own_prompt or name in student.aligned:
         own = student.longest_own_prompt.get(name)
         return answer + (await own() if own else 0)
     holds_all = manifest.limits.max_length > student.context

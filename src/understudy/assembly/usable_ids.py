@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -18,6 +19,7 @@ from transformers.utils import cached_file
 from understudy.config import TeacherConfig
 from understudy.errors import ConfigError, TeacherError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.planning.models.aligned import aligned_sides
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.models.hub_files import may_ask_hub
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems, usable_ids
@@ -30,6 +32,17 @@ from understudy.types.usable_ids import UsableIds
 _ASK_SECONDS = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabularies:
+    """What the vocabularies of a run's models have in common."""
+
+    usable: UsableIds | None
+    """The ids that the student and all other models have a token for, less the aligned teachers. None if the
+    student's vocabulary is unknown."""
+    aligned: Mapping[str, Side] = field(default_factory=dict)
+    """By name: teachers with another tokenizer (`vocabulary = "align"`)."""
+
+
 async def find_usable_ids(
     source: ModelSource,
     student: LoadedModel,
@@ -37,9 +50,8 @@ async def find_usable_ids(
     beside: Mapping[str, str],
     tokens: Mapping[str, str | None],
     note: Callable[[str], None],
-) -> UsableIds | None:
-    """The ids that the student and all other models have a token for. None if the student's vocabulary is
-    unknown.
+) -> Vocabularies:
+    """Compares the vocabularies of a run's models.
 
     `ConfigError` if two models read one id as different tokens. `source`: the student's files. `beside`: the
     models of critic and reference, if they are not the student's. `tokens`: the bearer token of each external
@@ -56,15 +68,18 @@ async def find_usable_ids(
         *(asyncio.to_thread(_beside, role, model, None) for role, model in beside.items()),
     )
     known = [side for side in others if side is not None]
+    aligned = aligned_sides(teachers, own, known)
+    known = [side for side in known if side not in aligned.values()]
     if problems := [problem for side in known for problem in pair_problems(own, side)]:
         raise ConfigError(problems)
     for side in known:
         for words in pair_notes(own, side):
             note(words)
     usable = usable_ids(own, known) if own.tokens else None
-    if student.pictures is None:
-        return usable
-    return (usable or UsableIds(own.rows or 1 << 31)).without(student.pictures.processor.placeholder_ids)
+    if student.pictures is not None:
+        placeholders = student.pictures.processor.placeholder_ids
+        usable = (usable or UsableIds(own.rows or 1 << 31)).without(placeholders)
+    return Vocabularies(usable, aligned)
 
 
 def _template(student: LoadedModel) -> str | None:

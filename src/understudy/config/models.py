@@ -89,6 +89,9 @@ class TeacherConfig(Section):
     """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
     attention: Attention = "auto"
     """For scoring, in processes that this run starts."""
+    vocabulary: Literal["equal", "align"] = "equal"
+    """`equal`: its token ids are the student's, which is checked. `align`: it may have another tokenizer; the bytes
+    of a completion are tokenized anew, and it reads its own chat template."""
     prompt: str | list[dict[str, str]] | None = None
     """A Jinja template over the row's columns: what this teacher reads in place of the student's prompt. A
     text stands for a plain prompt, or for the last user message of a chat; a list of `{role, content}`, each

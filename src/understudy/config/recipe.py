@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from understudy.config.base import nearest, unwrap
+from understudy.config.checks.aligned_teachers import aligned_teacher_problems
 from understudy.config.checks.capacity import capacity_problems
 from understudy.config.checks.cluster import cluster_problems
 from understudy.config.checks.fully_async import async_problems
@@ -342,6 +343,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
         )
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)
+    problems += aligned_teacher_problems(recipe)
     problems += self_teacher_problems(recipe.student, recipe.teachers, recipe.loss, recipe.trainer)
     problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers, recipe.cluster)
     problems += capacity_problems(recipe.trainer, recipe.rollout, recipe.dataplane)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from understudy.types.scores import NO_CANDIDATE
+
 MEASURES = {
     "kl": "KL(p‖q) over the candidates and the tail, nats",
     "gap": "log q(y) − log p(y), nats",
@@ -29,6 +31,11 @@ MEASURES = {
 """Name → what it is; the page offers those that a row has."""
 WORST = 8
 """Tokens of a row that count as its worst."""
+
+
+def is_candidate(logprobs: Any) -> np.ndarray:
+    """Whether entries of the K candidates are one, or empty (`NO_CANDIDATE`)."""
+    return np.asarray(logprobs, np.float64) > NO_CANDIDATE / 2
 
 
 def measures(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -55,7 +62,7 @@ def measures(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
         student = columns.get("student_topk_logprobs")
         if student is not None and np.shape(student) == np.shape(top):
             q = np.asarray(student, np.float64)
-            other = np.clip(1.0 - np.exp(q).sum(1), 1e-12, 1.0)
+            other = np.clip(1.0 - np.where(is_candidate(top), np.exp(q), 0.0).sum(1), 1e-12, 1.0)
             inside = (chance * (np.asarray(top, np.float64) - q)).sum(1)
             found["kl"] = inside + _xlogx(rest) - rest * np.log(other)
     for name, column in (
@@ -85,7 +92,9 @@ def worst_tokens(
     for place in order.tolist():
         if not gap[place] > 0:
             break
-        wanted = -1 if ids is None or top is None else int(ids[place][int(np.argmax(top[place]))])
+        wanted = -1
+        if ids is not None and top is not None and is_candidate(top[place]).any():
+            wanted = int(ids[place][int(np.argmax(top[place]))])
         found.append((place, int(written[place]), float(gap[place]), wanted))
     return found
 

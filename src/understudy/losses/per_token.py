@@ -21,6 +21,7 @@ from understudy.losses.estimators import estimate
 from understudy.losses.policy import ClipSettings, PolicyLoss, policy_loss
 from understudy.losses.tails import Tail, compared_outcomes
 from understudy.types.loss import LossInputs
+from understudy.types.scores import NO_CANDIDATE
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,23 @@ def _divergence(
         assert view.divergence_N is not None
         return view.divergence_N
     assert inputs.teacher_logprobs_NK is not None
-    _keep_candidate_columns(view, inputs.teacher_logprobs_NK, columns)
+    none_NK = inputs.no_candidate_NK
+    _keep_candidate_columns(view, inputs.teacher_logprobs_NK, none_NK, columns)
     if view.divergence_N is not None:
-        return view.divergence_N
-    assert view.logp_NK is not None
-    log_p, log_q = compared_outcomes(
-        inputs.teacher_logprobs_NK, view.logp_NK, view.log_tail_N, terms.tail, terms.log_prob_min_clamp
-    )
-    return divergence(terms.kind, log_p, log_q, terms.parameters)
+        found = view.divergence_N
+    else:
+        assert view.logp_NK is not None
+        log_p, log_q = compared_outcomes(
+            inputs.teacher_logprobs_NK,
+            view.logp_NK,
+            view.log_tail_N,
+            terms.tail,
+            terms.log_prob_min_clamp,
+            none_NK,
+        )
+        found = divergence(terms.kind, log_p, log_q, terms.parameters)
+    # A token without candidates has the tail alone, which is 1 on both sides up to rounding.
+    return found if none_NK is None else torch.where(none_NK.all(-1), 0.0, found)
 
 
 def _clamped(terms: TokenTerms, values_N: Tensor, columns: dict[str, Tensor]) -> Tensor:
@@ -218,15 +228,22 @@ def _keep_policy_columns(result: PolicyLoss, columns: dict[str, Tensor], prefix:
     columns[f"{prefix}_importance"] = result.importance_N
 
 
-def _keep_candidate_columns(view: StudentView, teacher_NK: Tensor, columns: dict[str, Tensor]) -> None:
+def _keep_candidate_columns(
+    view: StudentView, teacher_NK: Tensor, none_NK: Tensor | None, columns: dict[str, Tensor]
+) -> None:
+    student_NK = None if view.logp_NK is None else view.logp_NK.detach().float()
+    if student_NK is not None and none_NK is not None:
+        student_NK = torch.where(none_NK, NO_CANDIDATE, student_NK)
     if view.student_mass_N is not None and view.teacher_mass_N is not None:
         columns["student_mass"], columns["teacher_mass"] = view.student_mass_N, view.teacher_mass_N
-    elif view.logp_NK is not None:
-        columns["student_mass"] = view.logp_NK.detach().float().exp().sum(-1)
+    elif student_NK is not None:
+        columns["student_mass"] = student_NK.exp().sum(-1)
         columns["teacher_mass"] = teacher_NK.float().exp().sum(-1)
-    if view.overlap_NK is not None and view.logp_NK is not None:
+    if view.overlap_NK is not None and student_NK is not None:
         overlap, teacher = view.overlap_NK.float(), teacher_NK.float()
+        if none_NK is not None:
+            overlap = torch.where(none_NK, 0.0, overlap)
         count = overlap.sum(-1)
         columns["overlap_share"] = count / teacher.shape[-1]
-        advantage = (overlap * teacher.exp() * (view.logp_NK.detach().float() - teacher)).sum(-1)
+        advantage = (overlap * teacher.exp() * (student_NK - teacher)).sum(-1)
         columns["overlap_advantage"] = advantage / count.clamp_min(1)

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from understudy.types.scores import NO_CANDIDATE
+
 Tail = Literal["bucket", "renormalise", "drop"]
 
 TEACHER_TAIL_FLOOR = 2.0**-23
@@ -54,15 +56,21 @@ def compared_outcomes(
     student_log_tail_N: Tensor | None,
     tail: Tail,
     log_prob_min_clamp: float | None = None,
+    no_candidate_NK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log p, log q) over the outcomes to compare, [N, M] each.
 
-    `student_log_tail_N` is None if the candidates are the whole vocabulary: then there is no tail.
+    `student_log_tail_N` is None if the candidates are the whole vocabulary: then there is no tail. Where
+    `no_candidate_NK` (`bucket` only), an entry is no outcome and the student's mass there belongs to the tail.
     """
     teacher_NK = teacher_NK.to(student_NK.dtype)
     if tail == "bucket":
         if student_log_tail_N is None:
             return teacher_NK, student_NK
+        if no_candidate_NK is not None:
+            outside_NK = torch.where(no_candidate_NK, student_NK, NO_CANDIDATE)
+            student_log_tail_N = torch.logaddexp(student_log_tail_N, torch.logsumexp(outside_NK, -1))
+            student_NK = torch.where(no_candidate_NK, teacher_NK, student_NK)
         tail_N1 = teacher_log_tail(teacher_NK).to(student_NK.dtype).unsqueeze(-1)
         return torch.cat([teacher_NK, tail_N1], -1), torch.cat(
             [student_NK, student_log_tail_N.unsqueeze(-1)], -1

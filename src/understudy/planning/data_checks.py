@@ -200,10 +200,11 @@ def prompt_length(
     recipe: Recipe,
     schemas: Schemas | None = None,
     lacked: Collection[int] = frozenset(),
+    owner: str = "the student",
 ) -> Measure:
     """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch).
     `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
-    for."""
+    for. `owner`: the model whose folder it is, for errors."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -244,7 +245,7 @@ def prompt_length(
             reason = (
                 str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             )
-            raise DataError(f"cannot be rendered by the student's chat template: {reason}") from None
+            raise DataError(f"cannot be rendered by {owner}'s chat template: {reason}") from None
         try:
             ids = tokenizer.encode(text, add_special_tokens=plain).ids
         except Exception as error:  # a text that the tokenizer cannot read

@@ -28,6 +28,12 @@ from understudy.planning.data_checks import (
     tokens_fit,
 )
 from understudy.planning.image_checks import look_at_pictures, picture_problems, with_picture_tokens
+from understudy.planning.models.aligned import (
+    aligned_sides,
+    alignment_notes,
+    rows_can_be_aligned,
+    unread_tokenizers,
+)
 from understudy.planning.models.config_checks import models_load
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
@@ -164,7 +170,7 @@ def preflight(
     student = models.get("student")
     attempt(lambda: seat(recipe, None))
     problems += signals_fit(recipe) + bases_fit(recipe)
-    lacked = attempt(lambda: _pairs_fit(models, problems, findings)) or {}
+    lacked, aligned = attempt(lambda: _pairs_fit(recipe, models, problems, findings)) or ({}, {})
     folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():
         problems += _ports(name, teacher.ports)
@@ -186,6 +192,10 @@ def preflight(
         else None
     )
     measure = measured_once(whole) if whole else None
+    of_teacher = {
+        name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}")
+        for name, folder in aligned.items()
+    }
     prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
     problems += sessions_can_be_shown(recipe, prompts)
     findings.notes += own_start_notes(recipe)
@@ -230,11 +240,17 @@ def preflight(
             findings.train_rows = len(checked.dataset)
             problems += mixtures_fit(recipe, checked.dataset)
             problems += answers_given(recipe, checked.dataset)
-            own = {name: measured_once(_own_length(one, whole)) for name, one in prompts.items()}
+            problems += rows_can_be_aligned(recipe.data, aligned, checked.dataset)
+            own = {name: measured_once(one) for name, one in of_teacher.items()} | {
+                name: measured_once(_own_length(one, of_teacher.get(name, whole)))
+                for name, one in prompts.items()
+            }
             problems += prompts_render(recipe, checked.dataset, own)
             sent = clipped(measure, limits[key], recipe.data.overlong)
             problems += contexts_fit(recipe, checked.dataset, folders, sent, own)
             for teacher, one in ((None, sent), *own.items()) if lacked and sent else ():
+                if teacher in aligned:
+                    continue
                 written = tokens_fit(recipe, checked.dataset, one, lacked, teacher)
                 problems += written.problems
                 findings.notes += written.notes
@@ -286,18 +302,29 @@ def _writes_on_a_cpu(recipe: Recipe) -> bool:
     return not remote and (device == "cpu" or (device == "auto" and not visible_gpus()))
 
 
-def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> Lacked:
+def _pairs_fit(
+    recipe: Recipe, models: Mapping[str, ModelFolder], problems: list[str], findings: Findings
+) -> tuple[Lacked, dict[str, ModelFolder]]:
     """Checks that every other model maps token ids as the student does; other differences become notes. Returns
-    the tokens that prompts must not hold."""
+    the tokens that prompts must not hold, and the teachers whose tokens are aligned with the student's."""
+    problems += unread_tokenizers(recipe.teachers, models)
     if "student" not in models:
-        return {}
+        return {}, {}
     student = Side.of(models["student"], "student")
     others = [Side.of(folder, place) for place, folder in models.items() if place != "student"]
+    aligned = {
+        name: models[side.place] for name, side in aligned_sides(recipe.teachers, student, others).items()
+    }
+    others = [side for side in others if side.place.removeprefix("teachers.") not in aligned]
+    for name, folder in aligned.items():
+        wrong, notes = alignment_notes(models["student"], folder, name, recipe.loss)
+        problems += wrong
+        findings.notes += notes
     for other in others:
         found = pair_problems(student, other)
         problems += found
         findings.notes += [] if found else pair_notes(student, other)
-    return tokens_lacked(student, others)
+    return tokens_lacked(student, others), aligned
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:

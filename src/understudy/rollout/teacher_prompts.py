@@ -177,6 +177,7 @@ class TeacherPrompts:
     """Gives scoring requests the prompt of the teacher that is asked. Used by produce on the event loop.
 
     `renderer` is the student's, without its length limits: a teacher has its own, checked per request.
+    `renderers` are those of teachers with another tokenizer, by name; they read every prompt by their own template.
     """
 
     def __init__(
@@ -185,12 +186,19 @@ class TeacherPrompts:
         renderer: Renderer,
         schemas: Schemas,
         usable: UsableIds | None = None,
+        renderers: Mapping[str, Renderer] | None = None,
     ) -> None:
         self._own, self._renderer, self._schemas, self._usable = own, renderer, schemas, usable
+        self._renderers = dict(renderers or {})
 
     @property
     def any(self) -> bool:
-        return bool(self._own)
+        return bool(self._own or self._renderers)
+
+    def text(self, teacher: str, ids: np.ndarray) -> str:
+        """The ids that a teacher read, as text."""
+        tokenizer = self._renderers.get(teacher, self._renderer).tokenizer
+        return str(tokenizer.decode(ids.tolist()))
 
     @property
     def session_facts(self) -> set[str]:
@@ -217,16 +225,18 @@ class TeacherPrompts:
         return item.after(ids)
 
     def ids(self, teacher: str, prompt: Prompt, session: SessionFacts | None = None) -> np.ndarray | None:
-        """int32: the tokens of the teacher's own prompt for this row; None if it reads the student's."""
-        own = self._own.get(teacher)
-        if own is None:
+        """int32: the tokens of the teacher's own prompt for this row, by its own tokenizer if it has another; None if
+        it reads the student's."""
+        own, renderer = self._own.get(teacher), self._renderers.get(teacher)
+        if own is None and renderer is None:
             return None
         if usable_hashes(prompt.messages):
             raise DataError(
                 f"prompt {prompt.key} has pictures, and teachers.{teacher} reads a prompt of its own, which holds none; route "
                 "rows with pictures to a teacher that reads the student's prompt"
             )
-        ids = self._renderer.render(own.of(prompt, session or SessionFacts()), tools=self._schemas(prompt))
-        if self._usable is not None:
+        seen = own.of(prompt, session or SessionFacts()) if own else replace(prompt, max_tokens=None)
+        ids = (renderer or self._renderer).render(seen, tools=self._schemas(prompt))
+        if self._usable is not None and renderer is None:
             self._usable.check(ids, f"prompt {prompt.key} of teachers.{teacher}")
         return ids

@@ -163,7 +163,9 @@ def _write(
             summary[MEDIA] = list(media)
         if own := facts["own_prompts"]:
             row |= {own_prompt_column(name): ids for name, ids in own.items()}
-            summary["teacher_prompts"] = {name: tokenizer.decode(ids.tolist()) for name, ids in own.items()}
+            summary["teacher_prompts"] = {
+                name: producer.teachers.prompts.text(name, ids) for name, ids in own.items()
+            }
         if VERSION in row:
             summary[VERSION] = row[VERSION]
         entries.append((summary, row))

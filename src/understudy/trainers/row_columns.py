@@ -33,6 +33,9 @@ ORIGIN = "origin"
 """The column that says what wrote a row's tokens (`Origin`)."""
 MEDIA = "media"
 """The column with the hashes of a row's pictures; only in runs whose student reads pictures."""
+ALIGNED = "aligned"
+"""The column with a row's tokens that are aligned one to one with its teacher's, in chains, and left out; only in
+runs with a teacher of another tokenizer."""
 SIZES = "sizes"
 """The column with a row's lengths and weight versions, for code that does not read the tokens."""
 FACTS = (SIZES, ORIGIN, "reward", "stop_reason", "turns", "metrics")
@@ -88,6 +91,8 @@ def score_columns(scores: TeacherScores) -> dict[str, Any]:
         columns["teacher_topk_logprobs"] = scores.logprobs
     if scores.hidden is not None:
         columns["teacher_hidden"] = scores.hidden
+    if scores.aligned is not None:
+        columns[ALIGNED] = list(scores.aligned)
     return columns
 
 
@@ -196,6 +201,20 @@ def _written_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     # Metrics from agent loops and rewards: tool calls, parts of a reward.
     for name in sorted({name for row in own for name in row}):
         metrics[f"rollout/{name}"] = float(np.mean([row[name] for row in own if name in row]))
+    return metrics
+
+
+def alignment_metrics(columns: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, float]:
+    """Shares of the tokens that were aligned with those of teachers with another tokenizer."""
+    metrics = {}
+    for teacher in teachers:
+        mine = [row for row, name in enumerate(columns[SCORED]) if name == teacher]
+        counts = np.array([columns[ALIGNED][row] for row in mine]).reshape(-1, 3).sum(0)
+        if counts.any():
+            for name, share in zip(
+                ("one_to_one", "in_chains", "left_out"), counts / counts.sum(), strict=True
+            ):
+                metrics[f"teacher/{teacher}/{name}"] = float(share)
     return metrics
 
 

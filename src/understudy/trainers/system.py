@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from understudy.rollout.cursor import PromptCursor
     from understudy.rollout.render import Renderer
     from understudy.rollout.teacher_prompts import TeacherPrompts
+    from understudy.teacher.alignment import TokenAligner
     from understudy.teacher.pool.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.callbacks import CallbackRunner
@@ -118,6 +119,8 @@ class TeacherParts:
     queues: Mapping[str, CallQueue]
     prompts: TeacherPrompts
     """What each teacher reads in place of the student's prompt."""
+    aligners: Mapping[str, TokenAligner]
+    """Of teachers with another tokenizer."""
     manifests: Callable[[], Mapping[str, Mapping[str, Any]]]
     """The manifests of now, stored with checkpoints and compared on resume."""
     gate: PublishGate | None = None

@@ -38,6 +38,7 @@ from understudy.types.loss_metrics import (
     metric_results,
     metrics_to_host,
 )
+from understudy.types.scores import NO_CANDIDATE
 from understudy.types.usable_ids import UsableIds
 
 __all__ = [
@@ -157,11 +158,12 @@ class LossInputs:
     sequence_ids_N: Tensor | None = None
     """int64: which sequence a token belongs to; needed only for a discounted advantage."""
     teacher_logprobs_N: Tensor | None = None
-    """float32: log p_T of the written token (every signal carries it)."""
+    """float32: log p_T of the written token (every signal carries it). Above 0 is possible in a chain of tokens
+    (`teacher/alignment.py`); replies of teachers are checked where they arrive."""
     teacher_ids_NK: Tensor | None = None
     """int64: candidate ids, unique per token (`topk`: the teacher's best; `at_ids`: the student's choice)."""
     teacher_logprobs_NK: Tensor | None = None
-    """float32: full-softmax teacher logprobs at `teacher_ids_NK`."""
+    """float32: full-softmax teacher logprobs at `teacher_ids_NK`; `NO_CANDIDATE`: there is no candidate."""
     teacher_hidden_NH: Tensor | None = None
     """Teacher's final hidden states (`hidden`); its H may differ from the student's."""
     teacher_head: TeacherHead | None = None
@@ -189,6 +191,9 @@ class LossInputs:
     def __post_init__(self) -> None:
         self._check_shapes()
         object.__setattr__(self, "_max_id", self._check_values())
+        logprobs = self.teacher_logprobs_NK
+        has_gaps = logprobs is not None and bool((logprobs <= NO_CANDIDATE / 2).any())
+        object.__setattr__(self, "_has_gaps", has_gaps)
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +208,13 @@ class LossInputs:
         """Largest token id anywhere in the record (−1 if there is none), computed at construction without
         reading the device."""
         return int(getattr(self, "_max_id"))  # noqa: B009 - set in __post_init__ of a frozen dataclass
+
+    @property
+    def no_candidate_NK(self) -> Tensor | None:
+        """bool: True where there is no candidate; None if every entry is one, known without reading the device."""
+        if not getattr(self, "_has_gaps") or self.teacher_logprobs_NK is None:  # noqa: B009 - as above
+            return None
+        return self.teacher_logprobs_NK <= NO_CANDIDATE / 2
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LossInputs:
         """The same record on another device; already checked, so nothing is read back. The teacher's head is
@@ -225,6 +237,7 @@ class LossInputs:
             value = getattr(self, one.name)
             object.__setattr__(copy, one.name, change(value) if isinstance(value, Tensor) else value)
         object.__setattr__(copy, "_max_id", self.max_id)
+        object.__setattr__(copy, "_has_gaps", getattr(self, "_has_gaps"))  # noqa: B009 - as above
         return copy
 
     def _check_shapes(self) -> None:
@@ -293,7 +306,6 @@ class LossInputs:
         if self.importance_N is not None and bool((self.importance_N < 0).any()):
             raise LossInputError("importance_N must not be negative; it is a ratio of probabilities, or 0.")
         for name in (
-            "teacher_logprobs_N",
             "behaviour_logprobs_N",
             "old_logprobs_N",
             "reference_logprobs_N",

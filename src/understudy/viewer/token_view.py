@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from understudy.dataplane.token_measures import MEASURES, measures
+from understudy.dataplane.token_measures import MEASURES, is_candidate, measures
 from understudy.viewer.token_text import TokenText
 
 MOST_TOKENS = 4096
@@ -52,6 +52,8 @@ def candidates(columns: dict[str, Any], text: TokenText, first: int, last: int) 
         entries, mine = [], []
         if ids is not None and teacher is not None:
             for i in np.argsort(-teacher[place], kind="stable"):
+                if not is_candidate(teacher[place][i]):
+                    break
                 q = None if student is None else float(np.exp(student[place][i]))
                 entries.append(_entry(text, ids[place][i]) | {"p": float(np.exp(teacher[place][i])), "q": q})
         if own_ids is not None and own is not None:

@@ -1,4 +1,4 @@
-"""Recipes that learn in minutes on two CPU cores: self-distillation with privileged context, and given answers."""
+"""Recipes that learn in minutes on two CPU cores: privileged context, given answers, teachers of another tokenizer."""
 
 import subprocess
 import sys
@@ -35,3 +35,16 @@ def test_given_answers_are_learnt_from(tmp_path: Path) -> None:
     shares = [line["rollout/given"] for line in run.metrics[1:]]
     assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.03)
     assert run.last["actor/sft_loss"] < run.metrics[1]["actor/sft_loss"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> None:
+    folder = RECIPES / "other-tokenizer"
+    made = [sys.executable, str(folder / "make_model.py"), "--out", str(tmp_path / "student")]
+    subprocess.run(made, check=True, timeout=900)
+    overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={tmp_path / 'student'}"]
+    run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.3
+    assert run.last["val/accuracy"] > 0.6
+    assert run.metrics[1]["teacher/add/one_to_one"] < 0.9

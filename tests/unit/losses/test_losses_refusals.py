@@ -114,7 +114,7 @@ def good() -> dict:
             r"-inf at index \[1, 0\]",
         ),
         ({"teacher_logprobs_NK": torch.tensor([[-0.1, -0.1], [-0.1, -3.0]])}, "exceeds 1"),
-        ({"teacher_logprobs_N": torch.tensor([0.5, -1.0])}, "at most 0"),
+        ({"behaviour_logprobs_N": torch.tensor([0.5, -1.0])}, "at most 0"),
         ({"teacher_logprobs_N": torch.tensor([float("inf"), -1.0])}, "teacher_logprobs_N holds inf"),
         ({"teacher_hidden_NH": torch.zeros(2, 4)}, "come together"),
         (

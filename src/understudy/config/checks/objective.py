@@ -6,7 +6,7 @@ from understudy.config.tables import RecipeTables
 
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 """Kinds of `loss.advantage` that compare the rows of one prompt."""
-_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture")
 
 
 def objective_problems(recipe: RecipeTables) -> list[str]:
@@ -25,7 +25,7 @@ def _given_answers(recipe: RecipeTables) -> list[str]:
     if rollout.off_policy == 0:
         return []
     share, problems = f"rollout.off_policy = {rollout.off_policy:g}", []
-    estimated = loss.distill_coef > 0 and loss.kind not in _DIVERGENCES
+    estimated = loss.distill_coef > 0 and loss.kind not in DIVERGENCES
     if loss.sft_coef == 0 and (estimated or loss.distill_coef == 0):
         why = (
             f"loss.kind = {loss.kind!r} is right for tokens that the student drew only"

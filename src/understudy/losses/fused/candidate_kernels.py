@@ -19,6 +19,7 @@ from understudy.losses.fused.kernel_maths import (
     FLOORED,
     HEADROOM,
     HIDDEN,
+    LEAST_CANDIDATE,
     LOG2E,
     NEGATIVE_INFINITY,
     RENORMALISE,
@@ -34,8 +35,18 @@ from understudy.losses.fused.kernel_maths import (
 
 
 @triton.jit
+def candidates_of(teacher_ptr, row, lanes, count):
+    """(the teacher's log p, which lanes are candidates) of a row. An entry without a candidate is as if it were not
+    there, so its id stays in the row and in the tail."""
+    teacher = tl.load(teacher_ptr + row * count + lanes, mask=lanes < count, other=NEGATIVE_INFINITY).to(
+        tl.float32
+    )
+    return teacher, (lanes < count) & (teacher > LEAST_CANDIDATE)
+
+
+@triton.jit
 def take_candidates_kernel(
-    x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr, stride, count, factor, cap,
+    x_ptr, ids_ptr, teacher_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr, stride, count, factor, cap,
     TRANSFORM: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gathers the logits at the candidates and at the written token; their maximum is the row's first
@@ -53,7 +64,7 @@ def take_candidates_kernel(
     reference = z_token
     if HAS_IDS:
         lanes = tl.arange(0, K_BLOCK)
-        valid = lanes < count
+        _teacher, valid = candidates_of(teacher_ptr, row, lanes, count)
         ids = tl.load(ids_ptr + row * count + lanes, mask=valid, other=0)
         x = tl.load(base + ids, mask=valid, other=HIDDEN).to(tl.float32)
         z = transformed(x, factor, cap, TRANSFORM)
@@ -169,11 +180,8 @@ def candidate_loss_kernel(
     moment = tl.load(moment_ptr + row)
     if HAS_IDS:
         lanes = tl.arange(0, K_BLOCK)
-        valid = lanes < count
+        teacher, valid = candidates_of(teacher_ptr, row, lanes, count)
         z = tl.load(z_ids_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY)
-        teacher = tl.load(teacher_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY).to(
-            tl.float32
-        )
         lq, all_of_it, loss, _slope, _tail_slope, _q_tail = compared(
             z, teacher, valid, peak, total, shape, floor, KIND, TAIL
         )
@@ -216,12 +224,9 @@ def candidate_gradient_kernel(
     if HAS_IDS:
         through = tl.load(grad_loss_ptr + row)
         lanes = tl.arange(0, K_BLOCK)
-        valid = lanes < count
+        teacher, valid = candidates_of(teacher_ptr, row, lanes, count)
         ids = tl.load(ids_ptr + row * count + lanes, mask=valid, other=-1)
         z = tl.load(z_ids_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY)
-        teacher = tl.load(teacher_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY).to(
-            tl.float32
-        )
         lq, all_of_it, _loss, slope, tail_slope, q_tail = compared(
             z, teacher, valid, peak, rest, shape, floor, KIND, TAIL
         )

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from understudy.types.scores import NO_CANDIDATE
 from understudy.types.usable_ids import HIDDEN_LOGIT
 
 FORWARD_KL = tl.constexpr(0)
@@ -42,6 +43,7 @@ TRANSFORM_CODES = {"identity": 0, "scaled": 1, "capped": 2}
 HEADROOM = tl.constexpr(30.0)
 """How far a logit may exceed the reference before a row is rescaled: e³⁰ leaves float32 and bfloat16 ample room."""
 HIDDEN = tl.constexpr(HIDDEN_LOGIT)
+LEAST_CANDIDATE = tl.constexpr(NO_CANDIDATE / 2)
 TEACHER_TAIL_FLOOR = tl.constexpr(2.0**-23)
 STUDENT_LOG_TAIL_FLOOR = tl.constexpr(-60.0)
 SMALLEST_SHARE = tl.constexpr(1e-10)

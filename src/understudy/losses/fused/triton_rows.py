@@ -125,7 +125,7 @@ class TritonCandidateRows:
         z_token_C, reference_C, peak_C, rest_C, moment_C = _numbers_like(raw_CV, 5, rows).unbind(0)
         self._z_token_C, self._peak_C, self._rest_C = z_token_C, peak_C, rest_C
         take_candidates_kernel[(rows,)](
-            raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, z_token_C, reference_C,
+            raw_CV, self._ids_CK, self._teacher_CK, self._token_ids_C, self._z_CK, z_token_C, reference_C,
             raw_CV.stride(0), self._count, self._transform.factor, self._transform.cap,
             TRANSFORM=self._transform.code, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from understudy.dataplane.base import DataPlane, Lease
-from understudy.trainers.row_columns import assemble, rollout_metrics
+from understudy.trainers.row_columns import ALIGNED, alignment_metrics, assemble, rollout_metrics
 from understudy.types.batch_ref import BatchRef
 
 
@@ -40,10 +40,14 @@ class LocalBatches:
     """The precision of the teacher's head, for its hidden states."""
     given: bool = False
     """Whether rows may be given answers."""
+    aligned: tuple[str, ...] = ()
+    """Teachers with another tokenizer."""
 
     async def of(self, lease: Lease) -> tuple[BatchRef, dict[str, float]]:
-        columns = await self.plane.get(lease.meta, self.fields)
-        return assemble(lease.meta.keys, columns, self.hidden_dtype), rollout_metrics(columns, self.given)
+        fields = (*self.fields, ALIGNED) if self.aligned else self.fields
+        columns = await self.plane.get(lease.meta, fields)
+        metrics = rollout_metrics(columns, self.given) | alignment_metrics(columns, self.aligned)
+        return assemble(lease.meta.keys, columns, self.hidden_dtype), metrics
 
     def metrics(self) -> dict[str, float]:
         return {}

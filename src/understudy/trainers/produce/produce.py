@@ -31,6 +31,7 @@ from understudy.errors import ClusterError, DataError, LeaseLost
 from understudy.rollout.teacher_prompts import SessionFacts
 from understudy.teacher.route import score_mixture
 from understudy.trainers.call_batching import BatchByArrival, BatchByKey, Gather
+from understudy.trainers.produce.aligned import aligned_scores, counted
 from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
 from understudy.trainers.produce.group_outputs import GroupOutputs
 from understudy.trainers.produce.head_start import HeadStartTrigger, head_start_of
@@ -234,7 +235,13 @@ async def _score(
     item = _score_item(producer, row)
 
     async def ask(teacher: str, wanted: ScoreRef) -> ScoresRef:
-        wanted = producer.teachers.prompts.request(teacher, prompt, wanted, facts)
+        if (aligner := producer.teachers.aligners.get(teacher)) is not None:
+            own = producer.teachers.prompts.ids(teacher, prompt, facts)
+            assert own is not None
+            return await aligned_scores(aligner, row, own, wanted, partial(send, teacher))
+        return await send(teacher, producer.teachers.prompts.request(teacher, prompt, wanted, facts))
+
+    async def send(teacher: str, wanted: ScoreRef) -> ScoresRef:
         with producer.state.spans.span("score", key=item.key, teacher=teacher) as about:
             scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
             about["replica"] = scores.replica
@@ -242,8 +249,10 @@ async def _score(
 
     with producer.state.timings.during(item.key, "score"):
         if teacher is not None:
-            return await ask(teacher, item)
-        return await score_mixture(producer.teachers.router, item, weights or {}, ask)
+            scores = await ask(teacher, item)
+        else:
+            scores = await score_mixture(producer.teachers.router, item, weights or {}, ask)
+    return await counted(scores) if producer.teachers.aligners else scores
 
 
 def _score_item(producer: Producer, row: RowRef) -> ScoreRef:

@@ -93,6 +93,7 @@ def producer_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> 
         engine_queue=CallQueue("engine", write, 4),
         teachers=SimpleNamespace(
             gate=None,
+            aligners={},
             prompts=TeacherPrompts({}, None, None),  # type: ignore[arg-type]  # none has a prompt of its own
             queues={"t": CallQueue("t", score, 3)},
             router=SimpleNamespace(route=lambda value: "t"),

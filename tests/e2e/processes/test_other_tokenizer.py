@@ -1,0 +1,265 @@
+"""A teacher with another tokenizer, in whole runs: numbers of a plain forward, schedules, kills, what is refused."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from other_teacher import write_other_teacher
+from safetensors.numpy import load_file
+from small_runs import ASSETS, TOKEN_VARIABLE, call_cli, run_cli, write_toml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import understudy
+from understudy.dataplane.kept_rows import read_columns
+from understudy.dataplane.ledger import audit
+from understudy.errors import UnderstudyError
+from understudy.observability.metrics import without_clock
+
+Make = Callable[..., dict[str, Any]]
+STUDENT = ASSETS / "models" / "student"
+ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()][:32]
+SMALL: dict[str, Any] = {
+    "trainer__steps": 2,
+    "trainer__batch_size": 4,
+    "trainer__learning_rate": 1e-5,
+    "run__keep_rows": 1 << 22,
+}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(folder, address) of the teacher."""
+    from teacher_rig import shared_fork_server
+
+    folder = write_other_teacher(tmp_path_factory.mktemp("models") / "other")
+    child = shared_fork_server(tmp_path_factory).fork(Path(folder), name="other")
+    yield folder, asyncio.run(child.ready(120)).url
+    asyncio.run(child.end())
+
+
+@pytest.fixture
+def aligned(recipe: Make, other: tuple[str, str]) -> Make:
+    folder, url = other
+
+    def make(name: str, **more: Any) -> dict[str, Any]:
+        teacher = {
+            "model": folder,
+            "placement": "external",
+            "urls": [url],
+            "token_env": TOKEN_VARIABLE,
+            "vocabulary": "align",
+        }
+        return recipe(name, **{"teachers": {"other": teacher}, "data__train": ROWS, **SMALL, **more})
+
+    return make
+
+
+def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
+    return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
+
+
+@cache
+def loaded(folder: str) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64
+    ).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def logprobs(folder: str, tokens: list[int]) -> np.ndarray:
+    """float64 [T, V]: the softmax before each token but the first, from a plain forward."""
+    with torch.no_grad():
+        logits = loaded(folder)[0](torch.tensor([tokens])).logits[0]
+    return np.concatenate([np.zeros((1, logits.shape[1])), torch.log_softmax(logits, -1).numpy()[:-1]])
+
+
+def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / "step-000002" / "model.safetensors")
+    lines = [without_clock(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("async/")} for line in lines], {
+        name: value.tobytes() for name, value in weights.items()
+    }
+
+
+def expected(folder: str, question: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """Everything again from the text: the teacher's prompt by its own template, its tokens of the answer, bounds by
+    the lengths of texts, the sums of chains."""
+    student, teacher = AutoTokenizer.from_pretrained(STUDENT), loaded(folder)[1]
+    first = int(columns["loss_mask"].argmax())
+    written = columns["tokens"][first:].tolist()
+    ended = written[-1] == student.eos_token_id
+    texts = [student.decode([one]) for one in (written[:-1] if ended else written)]
+    prompt = teacher.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    before = teacher(prompt, add_special_tokens=False)["input_ids"]
+    answer = teacher("".join(texts), add_special_tokens=False)["input_ids"] if texts else []
+    theirs = [teacher.decode([one]) for one in answer]
+    assert "".join(theirs) == "".join(texts)
+    tokens = [*before, *answer, *([teacher.eos_token_id] if ended else [])]
+    p_TV = logprobs(folder, tokens)
+    own = np.cumsum([0, *map(len, texts)]).tolist()
+    their = np.cumsum([0, *map(len, theirs)]).tolist()
+    bounds = [(own.index(place), their.index(place)) for place in own if place in their]
+    if ended:
+        bounds.append((len(own), len(their)))
+    behaviour = columns["behaviour_logprobs"][first:].astype(np.float64)
+    sampled, firsts = np.zeros(len(written)), {}
+    for (a, b), (c, d) in pairwise(bounds):
+        total = sum(p_TV[len(before) + at, tokens[len(before) + at]] for at in range(b, d))
+        sampled[a:c] = total if c - a == 1 else behaviour[a:c] - (behaviour[a:c].sum() - total)
+        firsts[a] = p_TV[len(before) + b]
+    return {"prompt": before, "sampled": sampled, "firsts": firsts, "bounds": bounds, "written": written}
+
+
+def test_numbers_are_those_of_a_plain_forward_of_the_teacher_on_its_own_tokens(
+    aligned: Make, other: tuple[str, str]
+) -> None:
+    """Scores of every token, candidates of every token, and the loss of the first step by enumeration over the
+    tokens that both have and one bucket for the rest."""
+    folder, k = other[0], 38
+    run = understudy.train(aligned("run", loss__topk=k, data__shuffle=False), progress=False)
+    losses, chains, rows = [], 0, kept(run.dir, 1)
+    assert len(rows) == 4
+    student, teacher = AutoTokenizer.from_pretrained(STUDENT), loaded(folder)[1]
+    same = {
+        teacher.convert_tokens_to_ids(one): student.convert_tokens_to_ids(one)
+        for one in "0123456789abcdefghijklmnopqrstuvwxyz+="
+    }
+    same[teacher.eos_token_id] = student.eos_token_id
+    for summary, columns in rows:
+        question = next(
+            r["messages"][0]["content"]
+            for r in ROWS
+            if f"<user>{r['messages'][0]['content']}<" in summary["prompt"]
+        )
+        wanted = expected(folder, question, columns)
+        assert columns["teacher_prompt_other"].tolist() == wanted["prompt"]
+        assert f"user: {question}<|stop|>" in summary["teacher_prompts"]["other"]
+        assert np.allclose(columns["teacher_logprobs"], wanted["sampled"], atol=2e-5)
+        q_TV = logprobs(str(STUDENT), columns["tokens"].tolist())[int(columns["loss_mask"].argmax()) :]
+        chains += sum(c - a > 1 for (a, _), (c, _) in pairwise(wanted["bounds"]))
+        for place in range(len(wanted["written"])):
+            found = columns["teacher_topk_logprobs"][place] > -1e29
+            if place not in wanted["firsts"]:
+                assert not found.any()
+                losses.append(0.0)
+                continue
+            p_V = wanted["firsts"][place]
+            best = [one for one in np.argsort(-p_V, kind="stable")[:k].tolist() if one in same]
+            ids = columns["teacher_ids"][place][found]
+            assert ids.tolist() == [same[one] for one in best]
+            assert np.allclose(columns["teacher_topk_logprobs"][place][found], p_V[best], atol=2e-5)
+            p, q = np.exp(p_V[best]), np.exp(q_TV[place][ids])
+            p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+            losses.append(float((p * np.log(p / q)).sum()))
+    assert chains > 0
+    assert run.metrics[0]["actor/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    shares = [run.metrics[0][f"teacher/other/{name}"] for name in ("one_to_one", "in_chains", "left_out")]
+    assert sum(shares) == pytest.approx(1) and 0 < shares[1] < 1 and shares[2] == 0
+
+
+def test_an_equal_tokenizer_is_todays_path_to_the_bit(recipe: Make) -> None:
+    asked = {f"teachers__{name}__vocabulary": "align" for name in ("add", "sort")}
+    one = understudy.train(recipe("one", **SMALL, data__train=ROWS), progress=False)
+    two = understudy.train(recipe("two", **SMALL, **asked, data__train=ROWS), progress=False)
+    assert bits(one.dir) == bits(two.dir)
+    assert not any(name.endswith("one_to_one") for name in two.metrics[0])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"trainer__mode": "fully_async", "trainer__max_staleness": 0}, id="async"),
+        pytest.param({"rollout__workers": 2}, id="workers", marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_do_not_depend_on_the_schedule(aligned: Make, more: dict[str, Any]) -> None:
+    loss = {"loss__kind": "k2", "loss__signal": "sampled", "loss__topk": 64}
+    one = understudy.train(aligned("one", **loss), progress=False)
+    two = understudy.train(aligned("two", **loss, **more), progress=False)
+    assert bits(one.dir) == bits(two.dir)
+
+
+def test_fast_runs_give_the_same_losses(aligned: Make) -> None:
+    full = understudy.train(aligned("full"), progress=False)
+    fast = understudy.train(aligned("fast", run__determinism="fast"), progress=False)
+    assert fast.metrics[0]["actor/loss"] == pytest.approx(full.metrics[0]["actor/loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["row_journal.after_put:1", "sync.after_update:2"])
+def test_kill_and_resume_is_bit_identical(aligned: Make, tmp_path: Path, fault: str) -> None:
+    more = {"trainer__checkpoint_every": 1, "data__train": str(ASSETS / "data" / "train.jsonl")}
+    table = aligned("killed", **more)
+    code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
+    assert code == -signal.SIGKILL, output
+    code, output = call_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0, output
+    straight = understudy.train(aligned("straight", **more), progress=False)
+    run = Path(table["run"]["dir"])
+    assert bits(run) == bits(straight.dir)
+    report = audit(run)
+    assert report.balanced and (report.trained, report.dead, report.in_flight) == (8, 0, 0), str(report)
+
+
+def test_given_answers_are_aligned_too(aligned: Make) -> None:
+    run = understudy.train(aligned("run", rollout__off_policy=1.0, loss__sft_coef=0.5), progress=False)
+    for _, columns in kept(run.dir, 1):
+        assert np.isnan(columns["behaviour_logprobs"]).all() and (columns["teacher_logprobs"] < 0).all()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"loss__signal": "hidden", "loss__topk": 64},
+        "loss.signal = 'hidden': it is about ids of one vocabulary",
+    ),
+    (
+        {"loss__tail": "renormalise"},
+        "loss.tail = 'renormalise': candidates that the student has no token for",
+    ),
+    ({"loss__kind": "k2", "rollout__top_p": 0.9}, "rollout.top_p = 0.9: chains of tokens are compared"),
+    (
+        {"loss__kind": "k2", "rollout__temperature": 0.7},
+        "rollout.temperature = 0.7 and loss.student_temperature",
+    ),
+    (
+        {"loss__kind": "k1", "loss__policy_gradient": True, "loss__discount": 0.5},
+        "loss.discount = 0.5: each token of a chain",
+    ),
+    ({"rollout__agent": "tool"}, "a completion is aligned if it is one turn"),
+    ({"data__train": [{**ROWS[0], "agent": "tool"}]}, "row 1: agent = 'tool' with teachers.other.vocabulary"),
+    (
+        {"data__train": [{**ROWS[0], "teacher_weights": {"other": 1.0}}]},
+        "row 1 has a mixture of teachers with one of another tokenizer",
+    ),
+    ({"loss__topk": 44}, "there is none beside all 44 ids of the student"),
+    ({"teachers__other__model": "nowhere"}, "reads the teacher's tokenizer here"),
+    ({"teachers__other__vocabulary": "equal"}, "its tokenizer differs from the student's"),
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_cannot_be_aligned_is_refused_before_anything_starts(
+    aligned: Make, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnderstudyError) as refused:
+        understudy.train(aligned("never", **more), progress=False)
+    assert words in str(refused.value)
+
+
+def test_check_says_what_is_aligned(aligned: Make, tmp_path: Path) -> None:
+    table = aligned("run", data__train=str(ASSETS / "data" / "train.jsonl"))
+    code, output = call_cli("check", str(write_toml(tmp_path / "r.toml", table)))
+    flat = " ".join(output.split())
+    assert code == 0 and "teachers.other has another tokenizer: 38 of its" in flat, output
