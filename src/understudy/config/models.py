@@ -109,7 +109,7 @@ class TeacherConfig(Section):
     """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
     urls: list[str] = Field(default=[])
     """Running scoring servers (`external` only)."""
-    backend: Literal["auto", "native", "vllm", "openai"] = "auto"
+    backend: Literal["auto", "native", "vllm", "sglang", "openai"] = "auto"
     """Kind of server at `urls`; `auto` asks it. Set it if a gateway answers every path alike."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""

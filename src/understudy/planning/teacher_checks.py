@@ -206,7 +206,9 @@ def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
             f"{where}, and loss.signal = 'hidden' cannot be mixed: a mixture is not the softmax of one head over one "
             "hidden state; use 'topk' or 'sampled'"
         ]
-    closed = [name for name, teacher in recipe.teachers.items() if teacher.backend in ("vllm", "openai")]
+    closed = [
+        name for name, teacher in recipe.teachers.items() if teacher.backend in ("vllm", "sglang", "openai")
+    ]
     if signal == "topk" and closed:
         return [
             f"{where}; with loss.signal = 'topk' every teacher of a mixture is also asked at the others' candidates, which "
@@ -233,7 +235,7 @@ def signals_fit(recipe: Recipe) -> list[str]:
     return [
         f"teachers.{name}: cannot give {signal}; its {teacher.backend} backend offers {', '.join(_CLOSED_SIGNALS)}"
         for name, teacher in recipe.teachers.items()
-        if teacher.backend in ("vllm", "openai")
+        if teacher.backend in ("vllm", "sglang", "openai")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Servers that speak vLLM's and OpenAI's JSON as recorded from them, over a plain transformers model.
+"""Servers that speak vLLM's and OpenAI's JSON as recorded from them, and SGLang's as its source writes it, over a plain transformers model.
 
 `flavour` says which of their dialects is spoken; everything else is refused in their words.
 """
@@ -84,6 +84,33 @@ class FakeCompletions:
         choices = [{"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": [5]}]
         return JSONResponse({"request_id": "r", "choices": choices, "prompt_logprobs": listed})
 
+    async def return_logprob(self, http: Request) -> Response:
+        if self.flavour != "sglang":
+            return JSONResponse({"detail": "Not Found"}, 404)
+        question = await http.json()
+        tokens, start, k = question["input_ids"], question["logprob_start_len"], question["top_logprobs_num"]
+        if tokens == self.refused:
+            return self.refuse("This sequence is not served here.")
+        table = await asyncio.to_thread(self.logprobs, tokens)
+        last = table.shape[1] - 1
+        own: list[Any] = [[None, tokens[start], None]]
+        tops: list[Any] = [None]
+        for position in range(start + 1, len(tokens)):
+            row, token = table[position - 1], tokens[position]
+            own.append([float(row[token]), token if token < last else 0, None])
+            best = row.topk(k)
+            tops.append(
+                [[v, i, None] for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+            )
+        if self.spoil == "null":
+            own[-1][0] = None
+        elif self.spoil == "shifted":
+            own, tops = [own[0], own[0], *own[1:-1]], [None, *tops[:-1]]
+        elif self.spoil == "short":
+            own = own[:-1]
+        meta = {"input_token_logprobs": own, "prompt_tokens": len(tokens)}
+        return JSONResponse({"text": "x", "meta_info": meta | ({"input_top_logprobs": tops} if k else {})})
+
     async def completions(self, http: Request) -> Response:
         question = await http.json()
         tokens = question["prompt"]
@@ -96,7 +123,7 @@ class FakeCompletions:
             )
         if "prompt_logprobs" in question:  # OpenAI's own server ignores what it does not know
             return JSONResponse({"id": "c", "choices": [{"index": 0, "text": "x", "logprobs": None}]})
-        if self.flavour == "no echo":
+        if self.flavour in ("no echo", "sglang"):
             return self.refuse(
                 "Setting 'echo' and 'logprobs' at the same time is not supported for this model."
             )
@@ -129,7 +156,7 @@ class FakeCompletions:
 
     async def models(self, _: Request) -> Response:
         served: dict[str, Any] = {"id": "served", "object": "model"}
-        if "vllm" in self.flavour:
+        if "vllm" in self.flavour or self.flavour == "sglang":
             served |= {"root": self.name, "max_model_len": 256}
         return JSONResponse({"object": "list", "data": [served]})
 
@@ -140,6 +167,7 @@ class FakeCompletions:
         return Starlette(
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/generate", self.return_logprob, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/health", self.health),

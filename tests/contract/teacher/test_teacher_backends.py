@@ -1,4 +1,4 @@
-"""One suite over every backend: native, vLLM's two routes, OpenAI's echo. All must give a plain forward's scores."""
+"""One suite over every backend: native, vLLM's two routes, SGLang's, OpenAI's echo. All must give a plain forward's scores."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,7 +27,7 @@ from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchS
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
-FLAVOURS = ["vllm", "old vllm", "echo with ids", "echo as text", "no echo"]
+FLAVOURS = ["vllm", "old vllm", "sglang", "echo with ids", "echo as text", "no echo"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ BACKENDS = {
     "native": [Signal.SAMPLED, Signal.TOPK],
     "vllm": [Signal.SAMPLED, Signal.TOPK],
     "old vllm": [Signal.SAMPLED, Signal.TOPK],
+    "sglang": [Signal.SAMPLED, Signal.TOPK],
     "echo with ids": [Signal.SAMPLED, Signal.TOPK],
     "echo as text": [Signal.SAMPLED],
 }
@@ -123,7 +124,7 @@ def test_a_pool_runs_on_external_servers_of_another_kind(
 
 
 @pytest.mark.parametrize("determinism", ["full", "fast"])
-@pytest.mark.parametrize("flavour", ["vllm", "echo with ids"])
+@pytest.mark.parametrize("flavour", ["vllm", "sglang", "echo with ids"])
 def test_a_row_that_the_server_refuses_costs_only_itself(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]], flavour: str, determinism: str
 ) -> None:
@@ -178,7 +179,11 @@ def test_a_named_backend_is_taken_at_its_word(
         connect = connect_external(VOCAB, "f", backend=backend)
         return using(connect("math", "a", Endpoint(f"{url}/v1/", token)), lambda c: c.manifest())
 
-    for backend, flavour in ((Backend.VLLM, "vllm"), (Backend.OPENAI, "echo with ids")):
+    for backend, flavour in (
+        (Backend.VLLM, "vllm"),
+        (Backend.SGLANG, "sglang"),
+        (Backend.OPENAI, "echo with ids"),
+    ):
         assert manifest(backend, fakes[flavour][1]).backend == backend.value  # type: ignore[attr-defined]
     assert manifest(Backend.NATIVE, server, TOKEN).backend == "native"  # type: ignore[attr-defined]
     with pytest.raises(TeacherError, match="gives no prompt logprobs"):
@@ -199,6 +204,7 @@ def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[Fake
     expected = {
         "vllm": (Route.GENERATE, 20, [Signal.SAMPLED, Signal.TOPK]),
         "old vllm": (Route.PROMPT_LOGPROBS, 32, [Signal.SAMPLED, Signal.TOPK]),
+        "sglang": (Route.RETURN_LOGPROB, 32, [Signal.SAMPLED, Signal.TOPK]),
         "echo with ids": (Route.ECHO, 5, [Signal.SAMPLED, Signal.TOPK]),
         "echo as text": (Route.ECHO, 0, [Signal.SAMPLED]),
     }
@@ -253,13 +259,14 @@ def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompleti
     [
         ("null", "no logprob for token"),
         ("shifted", "no logprob for token|two different logprobs"),
-        ("short", "prompt_logprobs for"),
+        ("short", "(prompt|input_token)_logprobs for"),
     ],
 )
+@pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_spoilt_answers_are_caught(
-    spoil: str, told: str, fakes: dict[str, tuple[FakeCompletions, str]]
+    flavour: str, spoil: str, told: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
-    fake, url = fakes["vllm"]
+    fake, url = fakes[flavour]
     tokens = np.array([5, 9, 14, 22, 31, 47, 3, 11], np.int32)
     item = ScoreItem("row-s", tokens, np.arange(1, 8, dtype=np.int32), Signal.TOPK, 2)
     client = completions(url)

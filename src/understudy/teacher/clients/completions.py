@@ -1,9 +1,10 @@
-"""Client for teachers on a third-party server: vLLM, or any OpenAI-compatible completion server.
+"""Client for teachers on a third-party server: vLLM, SGLang, or any OpenAI-compatible completion server.
 
 Token ids go in, prompt logprobs come out; nothing is detokenised on our side. At start the client probes what
 the server supports and keeps the server's error for what it does not (`Capabilities.missing`).
 
     vLLM      POST /inference/v1/generate, or /v1/completions where that is missing, with `prompt_logprobs`
+    SGLang    POST /generate with `return_logprob`, from the token before the first scored one on
     OpenAI    POST /v1/completions with `echo` and `logprobs`; candidates need their ids ("token_id:17")
 
 Legend: P scored positions of one sequence, K candidates.
@@ -12,7 +13,7 @@ Legend: P scored positions of one sequence, K candidates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePath
@@ -23,7 +24,13 @@ import numpy as np
 
 from understudy.errors import TeacherError, TeacherReplyError
 from understudy.teacher.clients.http import Channel, RequestRefused
-from understudy.teacher.clients.prompt_logprobs import Candidates, from_echo, from_prompt_logprobs
+from understudy.teacher.clients.prompt_logprobs import (
+    Candidates,
+    first_of,
+    from_echo,
+    from_prompt_logprobs,
+    from_return_logprob,
+)
 from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.manifest import Batching, Limits, Manifest
 from understudy.teacher.pool.together import together
@@ -41,6 +48,8 @@ class Route(StrEnum):
     """vLLM, tokens in and tokens out, no detokenising."""
     PROMPT_LOGPROBS = "/v1/completions (prompt_logprobs)"
     """vLLM's extension of the completion API."""
+    RETURN_LOGPROB = "/generate (return_logprob)"
+    """SGLang's own route."""
     ECHO = "/v1/completions (echo, logprobs)"
     """The completion API as OpenAI published it."""
 
@@ -119,7 +128,7 @@ class CompletionsClient:
         found = await self.capabilities()
         return Manifest(
             teacher=self._channel.teacher,
-            backend="openai" if found.route is Route.ECHO else "vllm",
+            backend=_BACKENDS.get(found.route, "vllm"),
             model=served.root or served.id,
             weights_sha256="",
             vocab_fingerprint=self._vocab_fingerprint,
@@ -227,14 +236,22 @@ class CompletionsClient:
             return await self._ask(route, item, timeout)
 
     async def _ask(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
-        tokens = item.tokens.tolist()
-        body = await self._channel.ask_json(_path(route), self._question(route, tokens, item.k), timeout)
+        body = await self._channel.ask_json(_path(route), self._question(route, item), timeout)
         try:
-            return from_echo(body, item) if route is Route.ECHO else from_prompt_logprobs(body, item)
+            return _READERS[route](body, item)
         except ValueError as error:
             raise TeacherReplyError(f"{self._channel.name}, row {item.key!r}: {error}") from error
 
-    def _question(self, route: Route, tokens: list[int], k: int) -> dict[str, Any]:
+    def _question(self, route: Route, item: ScoreItem) -> dict[str, Any]:
+        tokens, k = item.tokens.tolist(), item.k
+        if route is Route.RETURN_LOGPROB:
+            return {
+                "input_ids": tokens,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": first_of(item),
+                "top_logprobs_num": k,
+            }
         if route is Route.GENERATE:
             sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k, "detokenize": False}
             return {"model": self._model, "token_ids": tokens, "sampling_params": sampling}
@@ -247,6 +264,15 @@ class CompletionsClient:
         if route is Route.PROMPT_LOGPROBS:
             return question | {"prompt_logprobs": k}
         return question | {"echo": True, "logprobs": max(k, 1), "return_tokens_as_token_ids": True}
+
+
+_READERS: Mapping[Route, Callable[[bytes, ScoreItem], Candidates]] = {
+    Route.GENERATE: from_prompt_logprobs,
+    Route.PROMPT_LOGPROBS: from_prompt_logprobs,
+    Route.RETURN_LOGPROB: from_return_logprob,
+    Route.ECHO: from_echo,
+}
+_BACKENDS: Mapping[Route | None, str] = {Route.ECHO: "openai", Route.RETURN_LOGPROB: "sglang"}
 
 
 def _path(route: Route) -> str:

@@ -1,6 +1,6 @@
 """Finds out which kind of teacher server answers at an address, and makes the client for it.
 
-A native replica answers /manifest. Any other server is treated as vLLM or OpenAI-compatible, and is probed
+A native replica answers /manifest. Any other server is treated as vLLM, SGLang or OpenAI-compatible, and is probed
 for what it supports.
 """
 
@@ -26,6 +26,7 @@ class Backend(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     VLLM = "vllm"
+    SGLANG = "sglang"
     OPENAI = "openai"
 
 
@@ -64,6 +65,7 @@ class DiscoveringClient:
 _ROUTES = {
     Backend.AUTO: tuple(Route),
     Backend.VLLM: (Route.GENERATE, Route.PROMPT_LOGPROBS),
+    Backend.SGLANG: (Route.RETURN_LOGPROB,),
     Backend.OPENAI: (Route.ECHO,),
 }
 

@@ -1,4 +1,4 @@
-"""Parses prompt logprobs from vLLM's and OpenAI's JSON; raises ValueError for a malformed entry.
+"""Parses prompt logprobs from vLLM's, SGLang's and OpenAI's JSON; raises ValueError for a malformed entry.
 
 Legend: P scored positions of one sequence, K candidates.
 """
@@ -72,6 +72,61 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
                 )
             ids_PK[p] = [int(token) for token, _ in best]
             logprobs_PK[p] = [entry.logprob for _, entry in best]
+    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
+
+
+_Scored = tuple[float | None, int, str | None]
+"""SGLang's entry of a token: logprob, id, text (null unless asked for)."""
+
+
+class _Meta(msgspec.Struct):
+    input_token_logprobs: list[_Scored] | None = None
+    input_top_logprobs: list[list[_Scored] | None] | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta
+
+
+def first_of(item: ScoreItem) -> int:
+    """The position from which SGLang is asked: its first entry never has a logprob."""
+    return int(item.positions[0]) - 1 if len(item.positions) else 0
+
+
+def from_return_logprob(body: bytes, item: ScoreItem) -> Candidates:
+    """One entry per token from `first_of` on; candidates are lists of the K likeliest."""
+    try:
+        meta = msgspec.json.decode(body, type=_Generated).meta_info
+    except msgspec.DecodeError as error:
+        raise ValueError(f"unreadable answer: {error}") from error
+    own, first = meta.input_token_logprobs, first_of(item)
+    if own is None:
+        raise ValueError("the answer has no input_token_logprobs")
+    if len(own) != len(item.tokens) - first:
+        raise ValueError(f"{len(own)} input_token_logprobs for {len(item.tokens) - first} tokens")
+    columns = item.k if item.signal is Signal.TOPK else 0
+    scored_P = item.tokens[item.positions].astype(np.int32)
+    sampled_P = np.empty(len(scored_P), np.float32)
+    ids_PK = np.empty((len(scored_P), columns), np.int32)
+    logprobs_PK = np.empty((len(scored_P), columns), np.float32)
+    for p, position in enumerate(item.positions.tolist()):
+        logprob, token, _ = own[position - first]
+        # SGLang writes 0 for the last id of the vocabulary and for padding.
+        if logprob is None or token not in (int(scored_P[p]), 0):
+            raise ValueError(f"position {position}: no logprob for token {scored_P[p]}, which was sent there")
+        sampled_P[p] = logprob
+        if columns:
+            top = meta.input_top_logprobs
+            entries = top[position - first] if top is not None and position - first < len(top) else None
+            best = sorted(
+                (one for one in entries or () if one[0] is not None), key=lambda one: -(one[0] or 0)
+            )
+            if len(best) < columns:
+                raise ValueError(
+                    f"position {position}: {len(best)} candidates where {columns} were asked for"
+                )
+            ids_PK[p] = [token for _, token, _ in best[:columns]]
+            logprobs_PK[p] = [logprob for logprob, _, _ in best[:columns]]
     return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
 
 
