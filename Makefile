@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -66,6 +66,15 @@ test-loggers: $(VENV)/.installed-dev
 test-harness: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,harness]"
 	$(PYTEST) -m "harness or not harness" --timeout 600 tests/e2e/evaluation/test_harness.py
+
+# A small project that uses the wheel, under mypy and pyright: `py.typed` is honoured.
+test-typed: $(VENV)/.installed-dev
+	rm -rf build dist .venv-typed
+	$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps -w dist .
+	$(PYTHON) -m venv .venv-typed
+	.venv-typed/bin/python -m pip install --disable-pip-version-check -q --no-deps dist/*.whl
+	.venv-typed/bin/python -m pip install --disable-pip-version-check -q numpy pydantic mypy "pyright[nodejs]"
+	UNDERSTUDY_TYPED_PYTHON=$(CURDIR)/.venv-typed/bin/python $(PYTEST) -m typed --timeout 600 tests/consumer
 
 # The page of `understudy view` in a real browser: Playwright from PyPI, chromium from the system (apt install chromium).
 test-browser: $(VENV)/.installed-dev

@@ -1,0 +1,47 @@
+"""A project that uses the installed package is checked by mypy and pyright with the package's own types (`py.typed`).
+
+`make test-typed` installs the wheel, mypy and pyright into an environment of their own and names it in UNDERSTUDY_TYPED_PYTHON.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.typed
+HERE = Path(__file__).parent
+CHECKERS = {
+    "mypy": ["-m", "mypy", "--strict", "--cache-dir", "cache"],
+    "pyright": ["-m", "pyright", "--pythonpath"],
+}
+
+
+def said_of(checker: str, name: str, folder: Path) -> tuple[int, str]:
+    """What the checker says about one file, copied away from the package's sources."""
+    python = os.environ["UNDERSTUDY_TYPED_PYTHON"]
+    shutil.copy(HERE / name, folder / name)
+    words = [*CHECKERS[checker], *([python] if checker == "pyright" else []), name]
+    done = subprocess.run(
+        [python, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_consumer_is_sound(checker: str, tmp_path: Path) -> None:
+    code, said = said_of(checker, "consumer.py", tmp_path)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_wrong_uses_are_found(checker: str, tmp_path: Path) -> None:
+    """Without `py.typed` everything would be Any, and nothing wrong."""
+    code, said = said_of(checker, "wrong.py", tmp_path)
+    lines = {int(number) for number in re.findall(r"wrong\.py:(\d+)", said)}
+    wanted = [
+        i for i, line in enumerate((HERE / "wrong.py").read_text().splitlines(), 1) if "understudy." in line
+    ]
+    assert code == 1 and lines == set(wanted), said
