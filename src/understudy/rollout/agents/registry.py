@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import AgentLoop, SessionRunner
+from understudy.rollout.agents.openenv import OpenEnvLoop
 from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.agents.tool_loop import ToolLoop
 from understudy.rollout.agents.verifiers_env import VerifiersLoop
@@ -20,6 +21,7 @@ LOOPS: dict[str, Callable[..., AgentLoop]] = {
     "single_turn": SingleTurn,
     "tool": ToolLoop,
     "verifiers": VerifiersLoop,
+    "openenv": OpenEnvLoop,
 }
 
 

@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package as an agent loop (extra `verifiers`).
+"""Environments of the `verifiers` package (0.1.14 to 0.3) as an agent loop (extra `verifiers`).
 
     [rollout]
     agent = "verifiers"
@@ -13,6 +13,8 @@ writes them to a file for `data.train`.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import math
 import time
@@ -30,10 +32,21 @@ from understudy.types.trajectory import StopReason, Trajectory
 _THEIR_COLUMNS = ("answer", "info", "example_id")
 
 
+def _part(name: str = "") -> Any:
+    """A module of the package's environments: `verifiers` up to 0.2, `verifiers.legacy` in 0.3."""
+    root = "verifiers" if importlib.util.find_spec("verifiers.envs") else "verifiers.legacy"
+    if root == "verifiers.legacy" and importlib.util.find_spec(root) is None:
+        version = importlib.metadata.version("verifiers")
+        raise ConfigError(
+            f'rollout.agent = "verifiers": verifiers {version} has tasksets and harnesses in place of environments; expected 0.1.14 to 0.3: '
+            'pip install "understudy[verifiers]"'
+        )
+    return importlib.import_module(f"{root}.{name}" if name else root)
+
+
 def load_environment(env: str, env_args: Mapping[str, Any] | None = None) -> Any:
     try:
-        verifiers = importlib.import_module("verifiers")
-        return verifiers.load_environment(env, **(env_args or {}))
+        return _part().load_environment(env, **(env_args or {}))
     except ImportError as error:
         raise ConfigError(
             f'rollout.agent = "verifiers" needs the package of that name and the environment {env!r}: {error}; '
@@ -93,8 +106,8 @@ class VerifiersLoop:
 def _client_over(conversations: Conversations, parse: Any) -> Any:
     """A `verifiers` client whose model is the student. Defined here because its base class is in the
     extra."""
-    clients: Any = importlib.import_module("verifiers.clients.client")
-    errors: Any = importlib.import_module("verifiers.errors")
+    clients: Any = _part("clients.client")
+    errors: Any = _part("errors")
 
     class StudentClient(clients.Client):
         def __init__(self) -> None:
@@ -143,7 +156,7 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
 
 
 def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
-    types: Any = importlib.import_module("verifiers.types")
+    types: Any = _part("types")
     good = [call for call in calls if isinstance(call, ToolCall)]
     tool_calls = [
         types.ToolCall(id=f"call-{index}", name=call.name, arguments=json.dumps(call.arguments))

@@ -1,9 +1,14 @@
 """Two environments as users of the `verifiers` package write them."""
 
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-import verifiers as vf
 from datasets import Dataset
+
+if TYPE_CHECKING or importlib.util.find_spec("verifiers.envs"):
+    import verifiers as vf
+else:  # 0.3
+    import verifiers.legacy as vf
 
 ROWS = [{"question": "What is 12 * 3?", "answer": "36"}, {"question": "What is 2 + 2?", "answer": "4"}]
 
