@@ -10,6 +10,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -168,7 +169,7 @@ def commands_and_flags(text: str) -> list[str]:
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("make "):
                 problems += wrong_target(line.split()[1])
-            if called := re.search(r"(?<![\w/.\"])understudy ([a-z][\w-]+.*)", line.partition(" #")[0]):
+            if called := re.search(r"(?<![\w/.\"`])understudy ([a-z][\w-]+.*)", line.partition(" #")[0]):
                 problems += wrong_call(called[1])
     for span in spans(text):
         if span.startswith("make "):
@@ -289,6 +290,8 @@ def snippets(text: str) -> list[str]:
 
 
 def wrong_import(module: str, name: str) -> list[str]:
+    if module.partition(".")[0] != "understudy":
+        return [] if find_spec(module.partition(".")[0]) else [f"no {module}"]
     path = SOURCE.parent / module.replace(".", "/")
     file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
     defined = rf"^(?:(?:async )?(?:def|class) )?{name}\b"
