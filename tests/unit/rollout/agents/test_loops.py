@@ -110,6 +110,6 @@ def test_loops_by_name() -> None:
 def test_a_row_may_only_ask_for_loops_that_the_recipe_names(name: str) -> None:
     (prompt,) = prompts(1, agent=name)
     with pytest.raises(
-        DataError, match=f"row 0 asks for the agent loop '{name}'; rows may name single_turn, tool"
+        DataError, match=f"row 0 asks for the agent loop '{name}'; rows may name openenv, single_turn, tool"
     ):
         LoopChoice("single_turn").of(prompt)
