@@ -5,7 +5,7 @@ is started for every piece of code. With `isolation = "namespaces"` the job sees
 libraries, the folders it was given (all read-only) and an empty /tmp: no network, no other process, no home,
 no environment.
 
-    A  started by us; writes B's id maps, waits     ─┐ one process group: killing it kills C,
+    A  started by us; writes B's id maps, watches   ─┐ one process group: killing it kills C,
     └─ B  new user, mount, net, pid, ipc namespaces  │ and with C everything in its pid namespace
        └─ C  process 1 of the pid namespace         ─┘
           └─ D  no privileges, resource limits: runs the job
@@ -13,6 +13,8 @@ no environment.
 With `isolation = "none"` there are only A and D. Both are sub-reapers (Linux): orphaned processes of the job,
 in any session, are reparented to them. D kills those of each call; A kills the rest when D or the trainer's
 side ends.
+
+A also bounds the memory of all processes of the job together: a limit of the kernel counts each process alone.
 """
 
 import ast
@@ -24,6 +26,7 @@ import os
 import platform
 import resource
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -42,6 +45,19 @@ JOIN_SESSION_KEYRING = 1
 NOBODY = 65534
 CHILD_SUBREAPER = 36
 END_SECONDS = 2.0
+LOOK_SECONDS = 0.1
+"""How often the memory of a job is looked at."""
+NEW_ANY = NEW_NAMESPACES | NEW_USER | 0x2000000  # and cgroup
+DENIED = {
+    # memfd_create, memfd_secret, shmget: memory that no process has to map; unshare, setns, mount, umount2, pivot_root,
+    # open_tree, move_mount, fsopen, fsmount: namespaces; keyctl, add_key, request_key; ptrace, bpf, perf_event_open,
+    # userfaultfd, io_uring_setup
+    "x86_64": (319, 447, 29, 272, 308, 165, 166, 155, 428, 429, 430, 432, 250, 248, 249, 101, 321, 298, 323, 425),
+    "aarch64": (279, 447, 194, 97, 268, 40, 39, 41, 428, 429, 430, 432, 219, 217, 218, 117, 280, 241, 282, 425),
+}  # fmt: skip
+CLONE = {"x86_64": 56, "aarch64": 220}
+CLONE3 = 435
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SYSTEM = (
     "/usr",
     "/lib",
@@ -69,7 +85,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
 
 
-def enter_namespaces(visible: list[str], *, trusted: bool) -> None:
+def enter_namespaces(visible: list[str], *, trusted: bool, memory: int) -> None:
     """Returns in process D; the processes above it never return."""
     unshared, mapped = os.pipe(), os.pipe()
     child = os.fork()
@@ -78,7 +94,7 @@ def enter_namespaces(visible: list[str], *, trusted: bool) -> None:
         if os.read(unshared[0], 1):
             write_id_maps(child)
             os.write(mapped[1], b"!")
-        os._exit(exit_code_of(child))
+        os._exit(exit_code_within(memory, child, tells=not trusted))
     die_with_parent()
     os.close(mapped[1])
     call("unshare", NEW_USER)
@@ -101,7 +117,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     call("prctl", 1, number, 0, 0, 0)
 
 
-def supervise() -> None:
+def supervise(memory: int, *, tells: bool) -> None:
     """Returns in process D; A kills what D leaves behind. Does nothing outside Linux."""
     if sys.platform != "linux":
         return
@@ -115,7 +131,7 @@ def supervise() -> None:
     die_with_parent(signal.SIGTERM)
     child = os.fork()
     if child:
-        code = exit_code_of(child)
+        code = exit_code_within(memory, child, tells=tells)
         end_descendants()
         os._exit(code)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -191,6 +207,61 @@ def exit_code_of(child: int) -> int:
             return os.waitstatus_to_exitcode(status) % 256
 
 
+def exit_code_within(most: int, child: int, *, tells: bool) -> int:
+    """The same, and kills the job when all its processes together use more than `most` bytes; 0: no bound.
+
+    `tells`: the reason is written to the job's output."""
+    if not most or sys.platform != "linux":
+        return exit_code_of(child)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status) % 256
+        if (
+            pid == 0
+            and signal.sigtimedwait([signal.SIGCHLD], LOOK_SECONDS) is None
+            and memory_used(most) > most
+        ):
+            if tells:
+                os.write(
+                    1,
+                    f"\nall processes of the code together used more than {most >> 20} MB of memory".encode(),
+                )
+            os.kill(child, signal.SIGKILL)
+
+
+def memory_used(most: int) -> int:
+    """Bytes of all descendants together. Pages that they share count once, if that decides about `most`."""
+    family = descendants_by_children(os.getpid())
+    resident = 0
+    for pid in family:
+        with suppress(OSError), open(f"/proc/{pid}/statm") as file:
+            resident += int(file.read().split()[1]) * resource.getpagesize()
+    if resident <= most:
+        return resident
+    shared_once = 0
+    for pid in family:
+        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+            shared_once += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    return shared_once or resident
+
+
+def descendants_by_children(pid: int) -> list[int]:
+    """As `descendants`, without a look at every process of the machine."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with suppress(OSError):  # gone meanwhile
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                found += children
+                waiting += children
+    return found
+
+
 def build_root(visible: list[str]) -> None:
     """Builds a new root in memory with read-only mounts of what the job may see, and a writable /tmp."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -231,6 +302,7 @@ def drop_privileges(*, trusted: bool) -> None:
     it only."""
     call("prctl", 38, 1, 0, 0, 0)  # no new privileges by exec
     leave_keyring()
+    deny_calls()
     if not trusted:
         with suppress(OSError):  # id 65534 is not mapped: keep our id, without capabilities
             os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -246,6 +318,33 @@ def leave_keyring() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):  # no keyrings here, or none that we may read
             raise
+
+
+def deny_calls() -> None:
+    """Denies, for this process and all it starts, calls that a job does not need and that reach beyond its limits
+    (`DENIED`), with a seccomp filter; new namespaces by `clone` too. Needs `no new privileges`."""
+    machine = platform.machine()
+    allow, refuse, unknown = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    steps = [
+        (load, 0, 0, 4), (equal, 1, 0, ARCHITECTURE[machine]), (answer, 0, 0, refuse),  # another architecture's calls
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse),
+        (equal, 0, 1, CLONE3), (answer, 0, 0, unknown),  # its flags are in memory; libc then uses clone
+        (equal, 0, 4, CLONE[machine]), (load, 0, 0, 16), (any_bit, 0, 1, NEW_ANY), (answer, 0, 0, refuse), (answer, 0, 0, allow),
+    ]  # fmt: skip
+    for number in DENIED[machine]:
+        steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+    steps.append((answer, 0, 0, allow))
+    program = b"".join(struct.pack("=HBBI", *step) for step in steps)
+    filter_of = ctypes.create_string_buffer(
+        struct.pack("@HP", len(steps), ctypes.addressof(held := ctypes.create_string_buffer(program)))
+    )
+    try:
+        call("prctl", 22, 2, ctypes.byref(filter_of), 0, 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):  # a kernel without seccomp filters
+            raise
+    del held
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -321,10 +420,11 @@ def error_text(error: BaseException) -> str:
 def main() -> None:
     request = json.loads(sys.stdin.readline())
     job = request["job"]
+    trusted, memory = job["kind"] == "serve", request.get("memory", 0)
     if request["isolation"] == "namespaces":
-        enter_namespaces(request["visible"], trusted=job["kind"] == "serve")
+        enter_namespaces(request["visible"], trusted=trusted, memory=memory)
     else:
-        supervise()
+        supervise(memory, tells=not trusted)
     set_limits(request["limits"])
     code = 0
     try:

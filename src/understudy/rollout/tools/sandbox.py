@@ -48,6 +48,7 @@ class Sandbox:
 
     isolation: Isolation = Isolation.NAMESPACES
     memory_mb: int = 512
+    """Address space of each process, and memory of all processes of a call together."""
     output_bytes: int = 16_384
     """Output beyond this is cut off, and the child is ended."""
 
@@ -72,7 +73,10 @@ class Sandbox:
             limits["RLIMIT_NPROC"] = (
                 32  # counted within the namespace; without one it would count all our processes
             )
-        request = {"isolation": self.isolation, "visible": list(visible), "limits": limits, "job": dict(job)}
+        request = {
+            "isolation": self.isolation, "visible": list(visible), "limits": limits, "job": dict(job),
+            "memory": self.memory_mb << 20,
+        }  # fmt: skip
         return json.dumps(request).encode() + b"\n"
 
     async def run_code(self, code: str, *, deadline_s: float, paths: Sequence[str] = ()) -> ToolResult:
