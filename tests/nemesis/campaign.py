@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "e2e")]
+sys.path += [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent / "contract" / "teacher")]
 
 from checker import violations  # noqa: E402
 from driver import Trial, promise, reference  # noqa: E402
@@ -54,9 +54,10 @@ def main() -> int:
     )
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this long")
+    parser.add_argument("--folder", type=Path, help="keeps the undisturbed runs for the next call")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="understudy-nemesis-") as name:
-        folder = Path(name)
+        folder = options.folder or Path(name)
         if options.schedule:
             found = try_schedule(Schedule.from_dict(json.loads(options.schedule)), folder)
             print(json.dumps(found, indent=1))

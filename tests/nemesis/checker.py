@@ -32,6 +32,9 @@ STOP_CODES = {0, 130, 143}
 
 AT_START = "another process, before the launch's first step"
 """A launch may end with 2 and that process's name if one of its processes is lost while they start."""
+DISK = "the disk"
+"""A launch may end with 2 and say that it could not write."""
+_CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,13 @@ def _endings(found: History) -> Iterator[str]:
         yield "the run did not end within the time allowed after the last fault"
     for number, launch in enumerate(found.launches, start=1):
         allowed = {0}
-        if {"kill", "tear", "point"} & set(launch.faults):
+        if {"kill", "point"} & set(launch.faults):
             allowed.add(-9)
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
-        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
+        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+|teacher", launch.output):
+            allowed.add(2)
+        if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
             allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from small_runs import ASSETS
+from small_runs import ASSETS, TOKEN_VARIABLE
 
 ROLES = {
     "replica": "understudy.teacher.replica.server",
@@ -24,7 +24,7 @@ _GROUPS = {
 }  # fmt: skip
 _PPO = {
     "teachers": None, "loss": {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95},
-    "critic__learning_rate": 1e-3, "rollout__n": 3, "data__reward": "small_rewards:varied",
+    "critic__learning_rate": 1e-3, "critic__process": True, "rollout__n": 3, "data__reward": "small_rewards:varied",
     "trainer__batch_size": 4, "trainer__mini_batch_size": 2,
 }  # fmt: skip
 _OUTPUTS = {
@@ -46,6 +46,10 @@ class Mode:
     same_rows: bool = True
     """A disturbed run trains the rows of an undisturbed one."""
     staleness: float | None = None
+    external: bool = False
+    """One teacher is a server outside the run, behind a proxy."""
+    held_out: int = 0
+    """Problems that the student is evaluated on."""
 
 
 MODES = {
@@ -64,11 +68,13 @@ MODES = {
     "rollout workers": Mode({"rollout__workers": 2}, ("trainer", "replica", "worker")),
     "ranks": Mode({"trainer__ranks": 2}, ("trainer", "replica", "rank")),
     "critic": Mode(_PPO, ("trainer", "critic")),
+    "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
+    "external teacher": Mode(external=True),
 }
 STEPS = 6
 
 
-def recipe(mode: Mode, folder: Path) -> dict[str, Any]:
+def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[str, Any]:
     table: dict[str, Any] = {
         "student": {"model": str(ASSETS / "models" / "student")},
         "teachers": {
@@ -84,6 +90,17 @@ def recipe(mode: Mode, folder: Path) -> dict[str, Any]:
         "trainer": {"steps": STEPS, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
         "run": {"dir": str(folder / "run"), "threads": 1},
     }
+    if mode.held_out:
+        lines = (ASSETS / "data" / "valid.jsonl").read_text().splitlines(keepends=True)
+        table["data"]["eval"] = str(folder / "held_out.jsonl")
+        (folder / "held_out.jsonl").write_text("".join(lines[: mode.held_out]))
+    if external_url is not None:
+        del table["teachers"]["add"]["replicas"]
+        table["teachers"]["add"] |= {
+            "placement": "external",
+            "urls": [external_url],
+            "token_env": TOKEN_VARIABLE,
+        }
     for path, value in mode.changes.items():
         *sections, key = path.split("__")
         place = table

@@ -15,16 +15,29 @@ POINTS = (
     "checkpoint.before_model", "checkpoint.before_optimizer", "checkpoint.before_state",
     "checkpoint.before_manifest", "checkpoint.before_rename", "checkpoint.before_latest", "checkpoint.saved",
     "journal.before_commit", "journal.after_commit", "settle.before_commit", "settle.after_commit",
-    "rewind.before_commit", "rewind.after_commit", "kept_rows.between_files",
+    "rewind.before_commit", "rewind.after_commit", "kept_rows.between_files", "sync.after_publish",
+    "evaluation.answered", "checkpoint.before_prune", "row_journal.after_put", "journal.before_begin",
+    "dead_letters.before_append",
 )  # fmt: skip
 """Places in the trainer's code (`observability/faults.py`) at which it may be killed."""
+CLOCK = ("clock",)
+FSYNC = {"slow fsync": "slow", "failing fsync": "fail"}
+NETWORK = ("partition", "delay", "reset")
+KINDS = {
+    "kill": 4, "terminate": 2, "freeze": 3, "point": 3, "tear": 1, "corrupt": 1, "everything": 1,
+    "full disk": 1, "failing fsync": 1, "slow fsync": 1, "clock": 1,
+}  # fmt: skip
+"""Kinds of faults, and how often each is drawn."""
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, terminate or freeze a process; tear: kill the trainer and leave half a line at the end of its files;
-    point: the next trainer to be started kills itself at `place`, if it comes there."""
+    """kill, terminate or freeze a process; everything: kill all processes of the run at once; tear: kill the trainer
+    and leave half a write at the end of its files; corrupt: kill it and damage the newest checkpoint; point: the next
+    trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
+    failing or slow fsync; clock: `time.time` jumps by `seconds`; partition, delay, reset: of the connection to the
+    external teacher."""
     role: str = "trainer"
     after: int = 0
     """Steps whose metrics are written before the fault."""
@@ -33,9 +46,14 @@ class Fault:
     which: int = 0
     """Of several processes of the role."""
     seconds: float = 0.0
-    """How long a process stays frozen."""
+    """How long the fault lasts, or by how much the clock jumps."""
     place: str = ""
     """point: the place, and after which call of it."""
+
+    @property
+    def hits_others(self) -> bool:
+        """Processes other than the trainer, or the network."""
+        return self.role != "trainer" or self.kind in NETWORK
 
 
 @dataclass(frozen=True)
@@ -51,27 +69,43 @@ class Schedule:
         return cls(written["mode"], tuple(Fault(**fault) for fault in written["faults"]))
 
 
-def draw(seed: int, mode: str | None = None) -> Schedule:
+def draw(seed: int, mode: str | None = None, most: int = 6) -> Schedule:
     """The schedule of a seed. Seeds go through the modes in turn, unless one is given."""
     chance = random.Random(seed)
     name = mode or list(MODES)[seed % len(MODES)]
-    faults = sorted((_fault(chance, name) for _ in range(chance.randint(1, 6))), key=lambda one: one.after)
-    return Schedule(name, tuple(faults))
+    faults: list[Fault] = []
+    for _ in range(chance.randint(1, most)):
+        fault = _fault(chance, name)
+        faults.append(fault)
+        if chance.random() < 0.15 and len(faults) < most:  # another one at the same moment
+            faults.append(replace(_fault(chance, name), after=fault.after, delay=0.0))
+    return Schedule(name, tuple(sorted(faults, key=lambda one: one.after)))
 
 
 def _fault(chance: random.Random, mode: str) -> Fault:
     after = chance.randrange(STEPS)
     delay = round(chance.uniform(0, 12) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.6))), 2)
-    role = chance.choice(MODES[mode].roles)
-    kind = chance.choices(("kill", "terminate", "freeze", "tear", "point"), (4, 2, 3, 1, 3))[0]
+    others = MODES[mode].roles[1:]
+    # Half of the faults of a process hit the newest kind of process that the mode has.
+    role = chance.choice(("trainer", *others, *others[-1:]))
+    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if MODES[mode].external else {})}
+    kind = chance.choices(list(weights), list(weights.values()))[0]
+    which = chance.randrange(100)
     if kind == "point":
         own = "async" if MODES[mode].staleness is not None else "sync"
         places = [one for one in POINTS if one.split(".")[0] not in {"sync", "async"} - {own}]
         return Fault("point", after=after, place=f"{chance.choice(places)}:{chance.randint(1, 6)}")
-    if kind == "tear":
-        return Fault("tear", after=after, delay=delay)
-    seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), 20.0)) if kind == "freeze" else 0.0
-    return Fault(kind, role, after, delay, chance.randrange(2), round(seconds, 2))
+    if kind in ("kill", "terminate"):
+        return Fault(kind, role, after, delay, which)
+    if kind == "freeze":
+        seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), 20.0))
+        return Fault(kind, role, after, delay, which, round(seconds, 2))
+    if kind == "clock":
+        return Fault(
+            kind, "trainer", after, delay, seconds=chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
+        )
+    lasts = round(chance.uniform(0.5, 8), 2) if kind in (*FSYNC, *NETWORK, "full disk") else 0.0
+    return Fault(kind, "trainer", after, delay, which, lasts)
 
 
 def smaller(schedule: Schedule) -> Iterator[Schedule]:

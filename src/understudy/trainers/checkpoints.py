@@ -107,9 +107,15 @@ async def save_checkpoint(system: System, step: int) -> None:
     kept, trainer = system.state, system.learner.settings.trainer
     await finish_saving(kept)
     with kept.spans.span("checkpoint", step=step):
-        await kept.plane.sync()
-        kept.metrics.sync()
-        kept.spans.flush()
+        try:
+            await kept.plane.sync()
+            kept.metrics.sync()
+            kept.spans.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"could not save the checkpoint of step {step}: a file of {kept.run.path} cannot be flushed: {error}; the "
+                "previous checkpoints are intact, free some space or mend the disk, then resume"
+            ) from error
         extra = {
             "cursor": system.producer.cursor.state(),
             "teachers": system.producer.teachers.manifests(),

@@ -104,6 +104,7 @@ async def take_step(system: System, step: int, stop: Interrupts, meters: Produce
     point("sync.after_ack")
     with spans.span("publish", step=step):
         await publish(system.learner, step, stop)
+    point("sync.after_publish")
     system.state.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
     spans.flush()

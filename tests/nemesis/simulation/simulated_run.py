@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from checker import Event, History, Promise, violations
-from driver import read_journal, read_letters
+from reading import read_journal, read_letters
 from simulated_disk import Disk
 from virtual_time import Stalled, VirtualLoop
 

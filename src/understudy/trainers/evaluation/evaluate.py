@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from understudy.errors import RankLost
+from understudy.observability.faults import point
 from understudy.rollout.dataset import Dataset
 from understudy.trainers.checkpoints import record_step, save_despite
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
@@ -53,6 +54,7 @@ async def evaluate(producer: Producer, step: int, teachers: bool = False) -> dic
     ):
         answers = await evaluator.greedy(prompts, advance)
         sampled = await evaluator.sampled(prompts, settings.k, advance) if settings.k else []
+    point("evaluation.answered")
     _keep(producer, step, prompts, answers, "student")
     await _dead_letter(producer, step, evaluator.failures, "")
     metrics = {

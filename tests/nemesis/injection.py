@@ -1,0 +1,138 @@
+"""How each kind of fault is done to a run, and undone when its time is over."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from checker import DISK
+from modes import ROLES
+from network import Proxy
+from schedules import CLOCK, FSYNC, NETWORK, Fault
+
+_SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
+_HALF_A_LINE = b'{"step": 99, "actor/lo'
+_FULL_AT = 64 << 10
+"""Bytes beyond which no file of the trainer can grow while its disk is full."""
+
+
+class Injector:
+    """The faults of one trial. The driver calls it between its looks at the trainer."""
+
+    def __init__(self, folder: Path, proxy: Proxy | None) -> None:
+        self.run, self.proxy = folder / "run", proxy
+        self.shim = folder / "shim.json"
+        self._lasting: list[tuple[float, Callable[[], None]]] = []
+
+    def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
+        """Returns whom it hit, and how; None if its process is not there."""
+        target = _target(fault, trainer)
+        if target is None:
+            return None
+        with suppress(psutil.NoSuchProcess):
+            self._do(fault, trainer, target)
+        if fault.kind in (*FSYNC, "full disk"):
+            return DISK
+        if fault.kind in ("everything", "tear", "corrupt"):
+            return "kill"
+        return fault.kind if fault.role == "trainer" else f"{fault.kind} {fault.role}"
+
+    def _do(self, fault: Fault, trainer: psutil.Popen, target: psutil.Process) -> None:
+        if fault.kind in _SIGNALS:
+            target.send_signal(_SIGNALS[fault.kind])
+        elif fault.kind == "freeze":
+            target.suspend()
+            self._later(fault.seconds, lambda: _resume(target))
+        elif fault.kind == "everything":
+            for one in [trainer, *trainer.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        elif fault.kind in ("tear", "corrupt"):
+            trainer.kill()
+            trainer.wait()
+            (self._tear if fault.kind == "tear" else self._corrupt)(random.Random(fault.which))
+        elif fault.kind == "full disk":
+            _, hard = target.rlimit(psutil.RLIMIT_FSIZE)
+            target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT, hard))
+            self._later(fault.seconds, lambda: _room(target, hard))
+        elif fault.kind in CLOCK:
+            self._tell(clock=fault.seconds)
+        elif fault.kind in FSYNC:
+            self._tell(fsync=FSYNC[fault.kind])
+            self._later(fault.seconds, lambda: self._tell(fsync=""))
+        elif fault.kind in NETWORK and self.proxy is not None:
+            self.proxy.make(fault.kind)
+            self._later(fault.seconds, lambda: self.proxy and self.proxy.make(""))
+
+    def _later(self, seconds: float, undo: Callable[[], object]) -> None:
+        self._lasting.append((time.monotonic() + seconds, lambda: undo() and None))
+
+    def undo(self, everything: bool = False) -> bool:
+        """Ends the faults whose time is over; returns whether there were any."""
+        due = [one for one in self._lasting if everything or time.monotonic() >= one[0]]
+        for one in due:
+            self._lasting.remove(one)
+            one[1]()
+        return bool(due)
+
+    def _tell(self, **wrong: float | str) -> None:
+        told = json.loads(self.shim.read_text()) if self.shim.exists() else {}
+        fresh = self.shim.with_suffix(".new")
+        fresh.write_text(json.dumps({**told, **wrong}))
+        fresh.replace(self.shim)
+
+    def _tear(self, chance: random.Random) -> None:
+        """What a writer leaves that dies in the middle of a write."""
+        for name in ("metrics.jsonl", "spans.jsonl", "dataplane/dead_letters.jsonl"):
+            _append(self.run / name, _HALF_A_LINE)
+        _append(self.run / "dataplane" / "journal.sqlite-wal", chance.randbytes(chance.randint(1, 9000)))
+
+    def _corrupt(self, chance: random.Random) -> None:
+        """Bytes of the newest checkpoint change, if an older one is left to go back to."""
+        folders = sorted((self.run / "checkpoints").glob("step-*"))
+        if len(folders) < 2:
+            return
+        files = sorted(path for path in folders[-1].iterdir() if path.is_file() and path.stat().st_size)
+        path = chance.choice(files)
+        content = bytearray(path.read_bytes())
+        if chance.random() < 0.5:
+            del content[chance.randrange(len(content)) :]
+        else:
+            content[chance.randrange(len(content))] ^= 0xFF
+        path.chmod(0o600)
+        path.write_bytes(bytes(content))
+
+
+def _append(path: Path, piece: bytes) -> None:
+    if path.exists():
+        with path.open("ab") as file:
+            file.write(piece)
+
+
+def _resume(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+
+
+def _room(process: psutil.Process, hard: int) -> None:
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+
+
+def _target(fault: Fault, trainer: psutil.Popen) -> psutil.Process | None:
+    processes = [trainer] if fault.role == "trainer" else list(_of_role(trainer, fault.role))
+    return processes[fault.which % len(processes)] if processes else None
+
+
+def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        for child in sorted(trainer.children(recursive=True), key=lambda one: one.pid):
+            with suppress(psutil.NoSuchProcess):
+                if ROLES[role] in child.cmdline():
+                    yield child

@@ -1,0 +1,104 @@
+"""A teacher's server outside the run, and a proxy before it that delays, resets or cuts the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from small_runs import ASSETS
+
+TOKEN = "of the nemesis"
+_DELAY_SECONDS = 0.3
+
+
+@functools.cache
+def server_url() -> str:
+    """One server for all runs of this process; it ends with it."""
+    from teacher_rig import await_ready, spawn_replica  # imports torch, which other modes need not
+
+    folder = Path(tempfile.mkdtemp(prefix="understudy-nemesis-teacher-"))
+    model = ASSETS / "models" / "teacher-add"
+    replica = spawn_replica(model, folder, "add", "--batching", "by_request", token=TOKEN)
+    atexit.register(replica.end)
+    return await_ready(replica, folder)
+
+
+class Proxy:
+    """Passes TCP connections on, on a thread of its own. `trouble` is partition, delay, reset or empty."""
+
+    def __init__(self, target: str) -> None:
+        self._target = urlsplit(target)
+        self.trouble = ""
+        self.port = 0
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _run(self, ready: threading.Event) -> None:
+        async def serve() -> None:
+            server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+            self.port = server.sockets[0].getsockname()[1]
+            ready.set()
+            with suppress(asyncio.CancelledError):
+                await server.serve_forever()
+
+        self._loop.run_until_complete(serve())
+
+    def make(self, trouble: str) -> None:
+        self.trouble = trouble
+        if trouble == "reset":
+            self._loop.call_soon_threadsafe(self._reset)
+
+    def _reset(self) -> None:
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    def close(self) -> None:
+        def stop() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(stop)
+        self._thread.join(5)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.trouble == "reset":
+            writer.transport.abort()
+            return
+        try:
+            host, port = self._target.hostname, self._target.port
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._open |= {writer, far_writer}
+        try:
+            await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+        finally:
+            for one in (writer, far_writer):
+                self._open.discard(one)
+                one.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(1 << 16):
+                while self.trouble == "partition":
+                    await asyncio.sleep(0.05)
+                if self.trouble == "delay":
+                    await asyncio.sleep(_DELAY_SECONDS)
+                writer.write(piece)
+                await writer.drain()
+            writer.write_eof()
