@@ -23,6 +23,7 @@ from understudy.planning.overlong import Overlong, PromptLimits, settle_overlong
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
+from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
 _SHOWN = 3
@@ -232,9 +233,10 @@ def prompt_length(
                 "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
             )
         given = {**special, **recipe.rollout.template_options}
-        return template.render(
-            messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
-        ), False
+        with within():
+            return template.render(
+                messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
+            ), False
 
     def measure(row: Row) -> Measured | None:
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from understudy.errors import DataError
 from understudy.media.pictures import hashes_in
 from understudy.media.processor import PictureReader
+from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
 _MARKER = "understudy-turn-marker"
@@ -99,12 +100,13 @@ class Renderer:
         if not chats or self.pictures is not None or not getattr(self.tokenizer, "chat_template", None):
             return
         try:
-            texts = self.tokenizer.apply_chat_template(
-                [[dict(message) for message in prompt.messages] for prompt in chats],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._template_options,
-            )
+            with within():
+                texts = self.tokenizer.apply_chat_template(
+                    [[dict(message) for message in prompt.messages] for prompt in chats],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self._template_options,
+                )
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         except Exception:  # one prompt cannot be rendered; `render` will say which
             return
@@ -147,13 +149,14 @@ class Renderer:
                 "give rows a plain `prompt`, or use an instruction-tuned student"
             )
         try:
-            return self.tokenizer.apply_chat_template(
-                [self._without_literals(message) for message in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self._template_options,
-            )
+            with within():
+                return self.tokenizer.apply_chat_template(
+                    [self._without_literals(message) for message in messages],
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=generate,
+                    **self._template_options,
+                )
         except Exception as error:  # a template is a program: it may raise anything
             raise DataError(f"prompt {key} cannot be rendered by the chat template: {error}") from error
 

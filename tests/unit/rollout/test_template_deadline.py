@@ -1,0 +1,69 @@
+"""A chat template that does not end costs its prompt, and only a few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from chat_tokenizers import chat_tokenizer
+
+from understudy.errors import DataError
+from understudy.rollout import template_deadline
+from understudy.rollout.render import Renderer
+from understudy.rollout.template_deadline import TemplateTimeout, within
+from understudy.types.prompt import Prompt
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+ONE = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_deadline, "TEMPLATE_SECONDS", 0.3)
+
+
+def test_an_endless_chat_template_is_the_prompt_s_own_error() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    honest = tokenizer.chat_template
+    renderer = Renderer(tokenizer, context=500)
+    tokenizer.chat_template = ENDLESS
+    started = time.monotonic()
+    renderer.ahead([ONE])
+    with pytest.raises(DataError, match=r"00000-0000003 cannot be rendered .* did not end within 0\.3 s"):
+        renderer.render(ONE)
+    assert time.monotonic() - started < 5
+    tokenizer.chat_template = honest
+    assert "hello" in tokenizer.decode(renderer.render(ONE).tolist())
+
+
+def test_a_deadline_ends_nothing_after_its_block() -> None:
+    late = 0
+    for _ in range(3000):
+        try:
+            with within(0.0003):
+                sum(range(3000))
+        except TemplateTimeout:
+            late += 1
+    time.sleep(0.01)
+    with within(5):
+        total = sum(range(1000))
+    assert total == 499500 and late < 3000
+
+
+def test_the_thread_that_is_late_is_the_one_that_ends() -> None:
+    ended: list[str] = []
+
+    def late() -> None:
+        try:
+            with within(0.1):
+                while True:
+                    pass
+        except TemplateTimeout as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    with within(20):
+        thread.join(10)
+    assert ended == ["it did not end within 0.3 s"]
