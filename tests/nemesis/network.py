@@ -56,6 +56,10 @@ class Proxy:
                 await server.serve_forever()
 
         self._loop.run_until_complete(serve())
+        for task in asyncio.all_tasks(self._loop):
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+        self._loop.close()
 
     def make(self, trouble: str) -> None:
         self.trouble = trouble

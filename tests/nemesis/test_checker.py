@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checker import AT_START, Event, History, Launch, Promise, violations
+from checker import AT_START, DISK, Event, History, Launch, Promise, violations
 
 PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
 
@@ -69,6 +69,16 @@ def test_other_rows_are_found_without_bits() -> None:
     assert any(
         "other rows were trained: more ['d'], fewer ['b']" in one
         for one in violations(other, good(), promise)
+    )
+
+
+def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
+    said = "could not save the checkpoint of step 4: … cannot be flushed: [Errno 5] Input/output error"
+    launches = [Launch(2, (DISK,), said), Launch(0, ())]
+    assert violations(replace(good(), launches=launches), good(), PROMISE) == []
+    launches = [Launch(2, (DISK,), "error: no such teacher"), Launch(0, ())]
+    assert any(
+        "ended with 2" in one for one in violations(replace(good(), launches=launches), good(), PROMISE)
     )
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from campaign import try_schedule
 from modes import MODES
-from schedules import Fault, Schedule, draw, shrink
+from schedules import KINDS, NETWORK, Fault, Schedule, draw, shrink
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, 2])
-def test_a_disturbed_run_keeps_every_promise(seed: int, tmp_path: Path) -> None:
-    found = try_schedule(draw(seed), tmp_path)
+@pytest.mark.parametrize(("mode", "seed"), [("sync full", 14), ("async 1", 1)])
+def test_a_disturbed_run_keeps_every_promise(mode: str, seed: int, tmp_path: Path) -> None:
+    """A trainer killed together with a damaged checkpoint; a replica killed under a fully async run."""
+    found = try_schedule(draw(seed, mode, most=2), tmp_path)
     assert found["violations"] == []
     assert found["faults"], "no fault was injected"
 
@@ -25,6 +26,8 @@ def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
     reached = {(one.mode, fault.role) for one in drawn for fault in one.faults}
     assert reached >= {(name, role) for name, mode in MODES.items() for role in mode.roles}
     assert all(Schedule.from_dict(one.as_dict()) == one for one in drawn)
+    kinds = {fault.kind for one in drawn for fault in one.faults}
+    assert kinds == {*KINDS, *NETWORK}
 
 
 def test_a_failing_schedule_shrinks_to_the_fault_that_matters() -> None:
