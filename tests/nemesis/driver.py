@@ -161,7 +161,7 @@ def promise(mode: str) -> Promise:
 def _left_behind(folder: Path) -> list[str]:
     """Processes and temporary files of the run. Processes have ten seconds to see that their trainer is gone."""
     deadline = time.monotonic() + 10
-    while (alive := _processes(folder)) and time.monotonic() < deadline:
+    while (alive := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     names = [" ".join(process.cmdline())[:120] for process in alive if process.is_running()]
     for process in alive:
@@ -171,7 +171,7 @@ def _left_behind(folder: Path) -> list[str]:
     return names + [f"tmp/{name}" for name in files]
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
+def processes_of(folder: Path) -> list[psutil.Process]:
     """By their environment, or by what they have open: a process that sets its title overwrites its environment."""
     found = []
     for process in psutil.process_iter():

@@ -72,6 +72,8 @@ MODES = {
     "external teacher": Mode(external=True),
 }
 STEPS = 6
+ROWS = 300
+"""A launch checks every row of its data, so there are few."""
 
 
 def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[str, Any]:
@@ -84,16 +86,14 @@ def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[st
         "loss": {"topk": 8},
         "rollout": {"max_new_tokens": 8, "max_batch": 8},
         "data": {
-            "train": str(ASSETS / "data" / "train.jsonl"),
+            "train": _rows(folder, "train", ROWS),
             "reward": "understudy.rollout.rewards.builtin:exact_match",
         },
         "trainer": {"steps": STEPS, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
         "run": {"dir": str(folder / "run"), "threads": 1},
     }
     if mode.held_out:
-        lines = (ASSETS / "data" / "valid.jsonl").read_text().splitlines(keepends=True)
-        table["data"]["eval"] = str(folder / "held_out.jsonl")
-        (folder / "held_out.jsonl").write_text("".join(lines[: mode.held_out]))
+        table["data"]["eval"] = _rows(folder, "valid", mode.held_out)
     if external_url is not None:
         del table["teachers"]["add"]["replicas"]
         table["teachers"]["add"] |= {
@@ -108,3 +108,9 @@ def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[st
             place = place.setdefault(section, {})
         place[key] = value
     return {section: entries for section, entries in table.items() if entries is not None}
+
+
+def _rows(folder: Path, name: str, count: int) -> str:
+    lines = (ASSETS / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
+    return str(folder / f"{name}.jsonl")

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from driver import processes_of
 from injection import Injector
 from network import Proxy
 from schedules import Fault
@@ -60,6 +61,18 @@ def test_clock_flushes_and_room_fail_and_recover(tmp_path: Path) -> None:
         injector.undo(everything=True)
         assert ask("write") == "0 ok"
         process.kill()
+
+
+def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(tmp_path: Path) -> None:
+    code = "import time; print(1, flush=True); time.sleep(60)"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", code], env={}, stdout=log)
+    try:
+        assert [one.pid for one in processes_of(tmp_path)] == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("trouble", ["partition", "reset", "delay"])
