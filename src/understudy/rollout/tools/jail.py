@@ -335,16 +335,13 @@ def deny_calls() -> None:
     for number in DENIED[machine]:
         steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     steps.append((answer, 0, 0, allow))
-    program = b"".join(struct.pack("=HBBI", *step) for step in steps)
-    filter_of = ctypes.create_string_buffer(
-        struct.pack("@HP", len(steps), ctypes.addressof(held := ctypes.create_string_buffer(program)))
-    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
     try:
-        call("prctl", 22, 2, ctypes.byref(filter_of), 0, 0)
+        call("prctl", 22, 2, ctypes.byref(program), 0, 0)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS):  # a kernel without seccomp filters
             raise
-    del held
 
 
 def set_limits(limits: dict[str, int]) -> None:
