@@ -7,7 +7,6 @@ thread that renders, at its next step of Python; a single long call in C ends fi
 from __future__ import annotations
 
 import ctypes
-import heapq
 import itertools
 import threading
 import time
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 
 TEMPLATE_SECONDS = 10.0
 """For one prompt, or for the prompts of one batch. An honest template takes milliseconds."""
+_LOOK_SECONDS = 0.25
+_DELIVERY_SECONDS = 0.5
 
 
 class TemplateTimeout(Exception):
@@ -26,50 +27,45 @@ class TemplateTimeout(Exception):
 
 
 class _Watch:
-    """One thread that ends what is late. Started at the first use; the lock guards all fields."""
+    """A thread that looks for late blocks, started at the first use.
+
+    There is no lock: an exception from outside may arrive at any step of the rendering thread, also just after it took
+    a lock, which it would then keep. The thread that takes a block out of `_active` decides what becomes of it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Condition()
-        self._waiting: list[tuple[float, int, int]] = []
-        """(deadline, number, thread), soonest first."""
-        self._active: set[int] = set()
+        self._active: dict[int, tuple[float, int]] = {}
+        """Deadline and thread of each block under way."""
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> int:
+        if self._thread is None or not self._thread.is_alive():  # also after a fork
+            self._thread = threading.Thread(target=self._run, name="template-deadline", daemon=True)
+            self._thread.start()
         number = next(self._numbers)
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # also after a fork
-                self._thread = threading.Thread(target=self._run, name="template-deadline", daemon=True)
-                self._thread.start()
-            self._active.add(number)
-            entry = (time.monotonic() + seconds, number, threading.get_ident())
-            heapq.heappush(self._waiting, entry)
-            if self._waiting[0] is entry:
-                self._lock.notify()
+        self._active[number] = (time.monotonic() + seconds, threading.get_ident())
         return number
 
     def end(self, number: int) -> None:
-        with self._lock:
-            if number in self._active:
-                self._active.remove(number)
-            else:  # told to end at the same moment: take that back
-                _raise_in(threading.get_ident(), None)
+        """Called in the block's thread. If the block was late by a moment, its exception is raised in here."""
+        if self._active.pop(number, None) is not None:
+            return
+        until = time.monotonic() + _DELIVERY_SECONDS
+        while time.monotonic() < until:
+            time.sleep(0.001)
+        _raise_in(threading.get_ident(), None)
+
+    def forget(self, number: int) -> None:
+        """Its exception has arrived."""
+        self._active.pop(number, None)
 
     def _run(self) -> None:
-        with self._lock:
-            while True:
-                if not self._waiting:
-                    self._lock.wait()
-                    continue
-                deadline, number, thread = self._waiting[0]
-                if number not in self._active:
-                    heapq.heappop(self._waiting)
-                elif (left := deadline - time.monotonic()) > 0:
-                    self._lock.wait(left)
-                else:
-                    heapq.heappop(self._waiting)
-                    self._active.remove(number)
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            for number, (deadline, thread) in list(self._active.items()):
+                late = time.monotonic() >= deadline
+                if late and self._active.pop(number, None) is not None:
                     _raise_in(thread, TemplateTimeout)
 
 
@@ -83,9 +79,15 @@ _watch = _Watch()
 
 @contextmanager
 def within(seconds: float | None = None) -> Iterator[None]:
-    """Raises `TemplateTimeout` inside the block after this long."""
+    """Raises `TemplateTimeout` inside the block, or at its end, after this long."""
     number = _watch.begin(TEMPLATE_SECONDS if seconds is None else seconds)
     try:
         yield
-    finally:
+    except TemplateTimeout:
+        _watch.forget(number)
+        raise
+    except BaseException:
+        _watch.end(number)
+        raise
+    else:
         _watch.end(number)

@@ -37,18 +37,24 @@ def test_an_endless_chat_template_is_the_prompt_s_own_error() -> None:
     assert "hello" in tokenizer.decode(renderer.render(ONE).tolist())
 
 
-def test_a_deadline_ends_nothing_after_its_block() -> None:
+def test_a_deadline_ends_nothing_after_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end at the moment of their deadline; afterwards deadlines still work."""
+    monkeypatch.setattr(template_deadline, "_LOOK_SECONDS", 0.0)
+    time.sleep(0.3)  # until the thread looks as often
     late = 0
     for _ in range(3000):
         try:
-            with within(0.0003):
-                sum(range(3000))
+            with within(0.0002):
+                sum(range(5000))
         except TemplateTimeout:
             late += 1
-    time.sleep(0.01)
+    time.sleep(0.05)
     with within(5):
         total = sum(range(1000))
-    assert total == 499500 and late < 3000
+    assert total == 499500 and 0 < late < 3000
+    with pytest.raises(TemplateTimeout), within(0.05):
+        while True:
+            pass
 
 
 def test_the_thread_that_is_late_is_the_one_that_ends() -> None:
