@@ -115,11 +115,9 @@ def distances(
 
 
 def bytes_of(frozen: FrozenModel) -> int:
-    """Of all weights, tied ones once; a quantized weight counts its eight-bit values and scales."""
-    parts = {}
-    for weight in frozen.model.parameters():
-        for tensor in (weight.qdata, weight.scale) if hasattr(weight, "qdata") else (weight,):
-            parts[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    """Of all weights and their scales, tied ones once."""
+    tensors = [*frozen.model.parameters(), *frozen.model.buffers()]
+    parts = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
     return sum(parts.values())
 
 

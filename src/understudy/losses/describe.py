@@ -196,13 +196,17 @@ def _describe_estimator(
         if signal == "sampled"
         else [f"only log p(y) of the {signal!r} signal is used; 'sampled' is cheaper"]
     )
+    unclamped = "" if loss_max_clamp is None else ", but for clamped tokens"
     if not policy_gradient:
-        notes.insert(0, ESTIMATOR_TRUTH[kind])
+        notes.insert(0, ESTIMATOR_TRUTH[kind] + unclamped)
         return f"{kind}, differentiated through the student", held(ESTIMATOR_FORMULAS[kind]), notes
     if kind == "k1" and discount > 0:
-        notes.insert(0, "expected gradient: that of reverse KL(q‖p) over the tokens that follow, discounted")
+        notes.insert(
+            0,
+            f"expected gradient: that of reverse KL(q‖p) over the tokens that follow, discounted{unclamped}",
+        )
     elif kind == "k1":
-        notes.insert(0, "expected gradient: that of reverse KL(q‖p) at each position")
+        notes.insert(0, f"expected gradient: that of reverse KL(q‖p) at each position{unclamped}")
     else:
         notes.insert(0, f"advantage −sg({kind}) is biased: only k1 gives the gradient of reverse KL")
     value = held(ESTIMATOR_FORMULAS[kind.removesuffix("+")])
@@ -250,12 +254,12 @@ def _refuse_estimator(kind: str, asked: str, policy_gradient: bool, discount: fl
     if kind == "k1" and not policy_gradient:
         raise LossInputError(
             f"{asked} as a direct loss is refused: the gradient of r = log q(y) − log p(y) is ∇log q(y), which does not "
-            "depend on the teacher and is zero in expectation. Set policy_gradient = true (advantage −r), or use k2, "
+            "depend on the teacher and is zero in expectation. Set loss.policy_gradient = true (advantage −r), or use k2, "
             "whose gradient is that of reverse KL."
         )
     if discount > 0 and not policy_gradient:
         raise LossInputError(
-            f"discount = {discount:g} belongs to a policy gradient; set policy_gradient = true."
+            f"discount = {discount:g} belongs to a policy gradient; set loss.policy_gradient = true."
         )
 
 

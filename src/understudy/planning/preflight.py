@@ -104,11 +104,6 @@ def missing_extras(recipe: Recipe) -> list[str]:
             "ray",
         ),
         (recipe.student.lora is not None, "[student.lora]", "peft", "lora"),
-        *(
-            (True, f"teachers.{name}.quantize = {teacher.quantize!r}", "torchao", "quantize")
-            for name, teacher in recipe.teachers.items()
-            if teacher.quantize
-        ),
         (recipe.data.reward == _MATH, f"data.reward = {_MATH!r}", "math_verify", "math"),
     ]
     return [

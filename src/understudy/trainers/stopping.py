@@ -202,9 +202,9 @@ class Interrupts:
         for action in self._when_told:
             action()
         if self.training:
+            again = "SIGTERM leaves at once" if number is signal.SIGHUP else "once more to leave at once"
             self._on_first(
-                f"{number.name}: finishing this step (or giving it up after {STOP_WAIT_S:.0f} s of waiting), then saving; "
-                "once more to leave at once"
+                f"{number.name}: finishing this step (or giving it up after {STOP_WAIT_S:.0f} s of waiting), then saving; {again}"
             )
         elif self._task is not None:
             self._task.cancel()

@@ -11,7 +11,6 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 import understudy
 from understudy.observability.metrics import read_metrics, without_clock
 
-pytest.importorskip("torchao")
 Make = Callable[..., dict[str, Any]]
 
 

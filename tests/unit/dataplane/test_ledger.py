@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from understudy.cli.main import main
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.ledger import Ledger, audit
 from understudy.errors import DataPlaneError
@@ -138,6 +139,26 @@ def test_the_audit_reads_a_living_run_and_a_dead_one_and_changes_neither(tmp_pat
         await plane.close()
 
     asyncio.run(body())
+
+
+def test_audit_shows_one_example_of_reasons_that_name_their_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
+        for i in range(4):
+            await plane.put("train", {f"{i}_0_0": {"x": i}})
+            reason = f"RequestRefused: row '{i}_0_0' has 163 tokens" if i < 3 else "DataError: no prompt"
+            await plane.dead_letter("train", f"{i}_0_0", reason)
+        await plane.close()
+
+    asyncio.run(body())
+    (tmp_path / "recipe.json").write_text("{}")
+    (tmp_path / "state.json").write_text("{}")
+    assert main(["audit", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "3 × RequestRefused: row '0_0_0' has 163 tokens (the first of 3 reasons)" in said
+    assert "1 × DataError: no prompt\n" in said
 
 
 def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_the_formula_shows_the_clamps() -> None:
     assert "[clamp(max(0, Σ p·log(p/q)), ±10)]" in verls.formula
     assert "count as -10" in str(verls) and "clamped_share" in str(verls)
     advantage = describe_objective("kl", "sampled", policy_gradient=True, loss_max_clamp=2.0)
-    assert "A = −sg(clamp(r, ±2))" in advantage.formula
+    assert "A = −sg(clamp(r, ±2))" in advantage.formula and "but for clamped tokens" in str(advantage)
     discounted = describe_objective("k1", "sampled", policy_gradient=True, discount=0.5, loss_max_clamp=2.0)
     assert "sg(clamp(r, ±2))_s" in discounted.formula
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}

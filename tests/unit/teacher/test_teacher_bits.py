@@ -13,11 +13,10 @@ from understudy.planning.models.folder import ModelFolder
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import load_frozen
-from understudy.teacher.scoring.quantize import Bits, quantized
+from understudy.teacher.scoring.quantize import Bits, Fp8Linear, Int8Linear, _to_fp8, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.types.scores import ScoreItem, Signal
 
-pytest.importorskip("torchao")
 ROW = np.array([3, 9, 27, 14, 5, 40, 22, 8, 17, 30], np.int32)
 
 
@@ -32,18 +31,15 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, lay
     frozen = load_frozen(str(qwen3))
     twin = copy.deepcopy(frozen.model)
     small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
-    linears = {
-        name: module for name, module in small.model.named_modules() if isinstance(module, torch.nn.Linear)
-    }
     rounded = 0
     for name, module in twin.named_modules():
-        if not isinstance(module, torch.nn.Linear) or "lm_head" in name:
+        if type(module) is not torch.nn.Linear or "lm_head" in name:
             continue
-        weight = linears[name].weight
-        assert weight.qdata.dtype == torch.int8
-        near = weight.qdata.float() * weight.scale
-        # To the nearest of 256 steps: at most half a step off, with room for the rounding of the scale.
-        assert ((near - module.weight).abs() <= 0.51 * weight.scale).all()
+        found = small.model.get_submodule(name)
+        assert isinstance(found, Int8Linear) and found.weight.dtype == torch.int8
+        near = found.weight.float() * found.scale[:, None]
+        # To the nearest of 255 steps: at most half a step off.
+        assert ((near - module.weight).abs() <= 0.501 * found.scale[:, None]).all()
         module.weight.data.copy_(near)
         rounded += module.weight.numel()
     assert rounded == ModelFolder.open(str(qwen3), "model").linear_parameters
@@ -55,12 +51,33 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, lay
     for item, scores in zip(items, scorer.score(request_of(items)).split(), strict=True):
         right = plain(twin, item.tokens)[np.arange(item.length - 1), item.tokens[1:]]
         np.testing.assert_allclose(scores.sampled_logprobs, right, atol=1e-5)
-    assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.1
+    assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.2
 
 
 def test_a_model_that_changes_too_much_is_refused(qwen3: Path) -> None:
     with pytest.raises(TeacherError, match=r"by more than quantize_tolerance = 1e-12: KL .* nats"):
         quantized(load_frozen(str(qwen3)), Bits.INT8, "cpu", 1e-12)
+
+
+@pytest.mark.gpu
+def test_fp8_products_are_near_those_of_the_rounded_numbers() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
+    small = Fp8Linear(linear).cuda()
+    states = torch.randn(2, 7, 64, dtype=torch.bfloat16, device="cuda")
+    weight = small.weight.float() * small.scale.t()
+    wide, scale = _to_fp8(states.flatten(0, 1))
+    right = (wide.float() * scale) @ weight.t() + linear.bias.float().cuda()
+    torch.testing.assert_close(small(states).flatten(0, 1).float(), right, rtol=2e-2, atol=2e-2)
+
+
+def test_fp8_weights_keep_three_bits_of_mantissa() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
+    small, scale = _to_fp8(values)
+    near = small.float() * scale
+    large = values.abs() > scale * 2**-6  # normal numbers of float8
+    assert ((near - values).abs() <= values.abs() / 16 + 1e-12)[large].all()
 
 
 def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:

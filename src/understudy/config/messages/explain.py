@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,8 +97,16 @@ def _hint(kind: Kind, where: str, came: Any) -> str:
     if came == -1 and where in OFF:
         return f"; {OFF[where]}"
     if {int, float} & set(kind.arms) and isinstance(came, str) and _is_number(came):
-        return "; write it without quotes"
+        return "; write it without quotes" if _is_toml(came) else f"; write {float(came):g}"
     return ""
+
+
+def _is_toml(text: str) -> bool:
+    """Whether the text without quotes is a TOML value; `.5` and `1e5.` are not."""
+    try:
+        return bool(tomllib.loads(f"value = {text}"))
+    except tomllib.TOMLDecodeError:
+        return False
 
 
 def _toml(value: Any) -> str:

@@ -217,7 +217,7 @@ _CALLED: dict[str, str] = {
     "loss.correction.cap": "rollout_is_threshold",
     "loss.correction.drop": "rollout_rs",
     # verl's distillation, by teacher.
-    "a recipe with a [teachers.NAME] table distils; `loss.distill_coef` = 0 turns that off": "distillation.enabled",
+    "a recipe with a [teachers.NAME] table distils; without one, and with `loss.task_coef` above 0, it learns from rewards alone": "distillation.enabled",
     "teachers are scored by servers of our own; a running vLLM: `teachers.NAME.placement` = 'external'": "teacher_models.*.inference.name",
     "teachers.NAME.max_batch_tokens": "teacher_models.*.inference.max_num_batched_tokens",
     "a teacher only scores and keeps no KV cache; `teachers.NAME.max_batch_tokens` bounds its memory": "teacher_models.*.inference.gpu_memory_utilization",
