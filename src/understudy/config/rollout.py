@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from understudy.config.base import Section, nearest
 from understudy.config.devices import VisibleDevices
 
-AGENTS = ("single_turn", "tool", "verifiers", "openenv")
+AGENTS = ("single_turn", "tool", "verifiers", "verifiers_v1", "openenv")
 """The built-in agent loops."""
 
 

@@ -39,7 +39,9 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     rows = [{"messages": CHAT}, {"messages": CHAT, "agent": "evil:Loop"}]
     code, said = check(rows)
-    assert code == 2 and "line 2 asks for the agent loop 'evil:Loop'; rows may name openenv, single_turn" in said
+    assert (
+        code == 2 and "line 2 asks for the agent loop 'evil:Loop'; rows may name openenv, single_turn" in said
+    )
     assert (
         not mark.exists() and '(to allow it, add [rollout.agent_options."evil:Loop"] to the recipe)' in said
     )

@@ -13,6 +13,7 @@ from understudy.rollout.agents.openenv import OpenEnvLoop
 from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.agents.tool_loop import ToolLoop
 from understudy.rollout.agents.verifiers_env import VerifiersLoop
+from understudy.rollout.agents.verifiers_v1 import VerifiersV1Loop
 from understudy.rollout.loading import load_object
 from understudy.rollout.timing import TimedLoop
 from understudy.types.prompt import Prompt
@@ -21,6 +22,7 @@ LOOPS: dict[str, Callable[..., AgentLoop]] = {
     "single_turn": SingleTurn,
     "tool": ToolLoop,
     "verifiers": VerifiersLoop,
+    "verifiers_v1": VerifiersV1Loop,
     "openenv": OpenEnvLoop,
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,3 +116,12 @@ def _split_objects(body: str) -> Iterable[str]:
         at = end
         while at < len(body) and body[at] in "; \n\t\r":
             at += 1
+
+
+def said_beside(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
+    """The content of the student's message: the text before its tool calls, which have their own field, or
+    all of it."""
+    if not any(isinstance(call, ToolCall) for call in calls):
+        return text
+    before = spoken(text).partition("<tool_call>")[0].partition("```")[0].strip()
+    return "" if before.startswith(("{", "<|python_tag|>")) else before

@@ -25,7 +25,7 @@ from typing import Any
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.conversations import Answer, Conversations, NoRoom
-from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parser_of, spoken
+from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parser_of, said_beside
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -38,8 +38,8 @@ def _part(name: str = "") -> Any:
     if root == "verifiers.legacy" and importlib.util.find_spec(root) is None:
         version = importlib.metadata.version("verifiers")
         raise ConfigError(
-            f'rollout.agent = "verifiers": verifiers {version} has tasksets and harnesses in place of environments; expected 0.1.14 to 0.3: '
-            'pip install "understudy[verifiers]"'
+            f'rollout.agent = "verifiers": verifiers {version} has tasksets and harnesses in place of environments; expected 0.1.14 to 0.3 (pip '
+            'install "understudy[verifiers]"), or rollout.agent = "verifiers_v1" for a taskset'
         )
     return importlib.import_module(f"{root}.{name}" if name else root)
 
@@ -135,7 +135,10 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
             most = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
             try:
                 return await conversations.answer(
-                    prompt, tools=tools, max_new_tokens=most, shown=lambda text: _said(text, parse(text))
+                    prompt,
+                    tools=tools,
+                    max_new_tokens=most,
+                    shown=lambda text: said_beside(text, parse(text)),
                 )
             except NoRoom as error:
                 raise errors.OverlongPromptError(str(error)) from error
@@ -164,7 +167,7 @@ def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
     ]
     cut = answer.stop_reason in (StopReason.LENGTH, StopReason.ABORTED)
     message = types.ResponseMessage(
-        content=_said(answer.text, calls),
+        content=said_beside(answer.text, calls),
         tool_calls=tool_calls or None,
         finish_reason="length" if cut else "tool_calls" if tool_calls else "stop",
         is_truncated=cut,
@@ -178,15 +181,6 @@ def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
     return types.Response(
         id="student", created=int(time.time()), model="student", usage=usage, message=message
     )
-
-
-def _said(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
-    """The content of the student's message: the text before its tool calls, which have their own field, or
-    all of it."""
-    if not any(isinstance(call, ToolCall) for call in calls):
-        return text
-    before = spoken(text).partition("<tool_call>")[0].partition("```")[0].strip()
-    return "" if before.startswith(("{", "<|python_tag|>")) else before
 
 
 def _plain(message: Any) -> dict[str, Any]:
