@@ -24,6 +24,7 @@ from understudy.assembly.prompt_facts import (
     once_longest_prompt,
     other_tokenizers,
     teacher_prompts_of,
+    writable_ids,
 )
 from understudy.assembly.ranks import start_ranks
 from understudy.assembly.self_teachers import FOLDER, EarlierWeights, SelfTeachers
@@ -135,7 +136,9 @@ async def build(
             teacher_tokens(recipe.teachers),
             view.note,
         )
-        usable, aligned = vocabularies.usable, vocabularies.aligned
+        aligned = vocabularies.aligned
+        others = other_tokenizers(recipe.teachers, aligned)
+        usable = writable_ids(student, others, vocabularies.usable)
         keep_usable_ids(run, usable)
         rows = (
             data
@@ -147,7 +150,6 @@ async def build(
         rows = rows.storing(pictures_of(recipe.data, store.folder))
         prompts = rows.train
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
-        others = other_tokenizers(recipe.teachers, aligned)
         own_prompts = teacher_prompts_of(
             recipe.teachers, recipe.rollout, student.tokenizer, others, usable, stack
         )
@@ -155,7 +157,7 @@ async def build(
             settings.teachers,
             processes,
             seating,
-            _student_facts(settings, recipe, student, prompts, own_prompts, vocabularies),
+            _student_facts(settings, recipe, student, prompts, own_prompts, Vocabularies(usable, aligned)),
             view,
             secrets.token_urlsafe(24),
             remote_scoring,

@@ -103,6 +103,28 @@ def other_tokenizers(
     return {name: load_tokenizer(teachers[name].model, revision=teachers[name].revision) for name in aligned}
 
 
+def writable_ids(
+    student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
+) -> UsableIds | None:
+    """The ids less the student's special tokens that a teacher with another tokenizer lacks, by name. Prompts may
+    hold them; none is ever drawn, because no teacher could say that it was wrong."""
+    ends = set(student.stop_ids)
+    ours = {number: name for number, name in _special(student.tokenizer).items() if number not in ends}
+    lacked = [
+        number
+        for number, name in ours.items()
+        if any(name not in _special(other).values() for other in others.values())
+    ]
+    if not lacked:
+        return usable
+    known = usable or UsableIds(int(student.model.get_output_embeddings().weight.shape[0]))
+    return known.without(tuple(number for number in lacked if number < known.limit))
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def aligners_of(
     student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
 ) -> dict[str, TokenAligner]:

@@ -30,7 +30,8 @@ class UsableIds:
     holes: tuple[int, ...] = ()
     """Ids below `limit` that are left out as well; usually none."""
     placeholders: tuple[int, ...] = ()
-    """Those of `holes` that stand for pictures: prompts hold them, and no token is ever drawn as one."""
+    """Those of `holes` that prompts may hold: they stand for pictures, or are special tokens that a teacher with
+    another tokenizer lacks. No token is ever drawn as one."""
     models: tuple[tuple[str, UsableIds], ...] = field(default=(), compare=False)
     """The ids of each model of the run, by its place in the recipe (`teachers.math`), for errors."""
 
@@ -46,10 +47,10 @@ class UsableIds:
         return UsableIds(min(self.limit, rows), holes, self.placeholders, self.models)
 
     def without(self, placeholders: tuple[int, ...]) -> UsableIds:
-        """The same ids less those that stand for pictures."""
+        """The same ids less those that prompts may hold and that are never drawn."""
         holes = tuple(sorted({*self.holes, *placeholders}))
         return UsableIds(
-            max(self.limit, *(one + 1 for one in placeholders)), holes, placeholders, self.models
+            max(self.limit, *(one + 1 for one in placeholders), 0), holes, placeholders, self.models
         )
 
     def hide_(self, logits: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from understudy.observability.metrics import without_clock
 Make = Callable[..., dict[str, Any]]
 STUDENT = ASSETS / "models" / "student"
 ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()][:32]
+NEVER = [0, 1, 3, 4, 5]
+"""The student's special tokens without the end of a turn."""
 SMALL: dict[str, Any] = {
     "trainer__steps": 2,
     "trainer__batch_size": 4,
@@ -74,10 +76,11 @@ def loaded(folder: str) -> tuple[Any, Any]:
     ).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def logprobs(folder: str, tokens: list[int]) -> np.ndarray:
-    """float64 [T, V]: the softmax before each token but the first, from a plain forward."""
+def logprobs(folder: str, tokens: list[int], never: tuple[int, ...] = ()) -> np.ndarray:
+    """float64 [T, V]: the softmax before each token but the first, from a plain forward. `never`: ids left out."""
     with torch.no_grad():
         logits = loaded(folder)[0](torch.tensor([tokens])).logits[0]
+    logits[:, list(never)] = -torch.inf
     return np.concatenate([np.zeros((1, logits.shape[1])), torch.log_softmax(logits, -1).numpy()[:-1]])
 
 
@@ -145,7 +148,9 @@ def test_numbers_are_those_of_a_plain_forward_of_the_teacher_on_its_own_tokens(
         assert columns["teacher_prompt_other"].tolist() == wanted["prompt"]
         assert f"user: {question}<|stop|>" in summary["teacher_prompts"]["other"]
         assert np.allclose(columns["teacher_logprobs"], wanted["sampled"], atol=2e-5)
-        q_TV = logprobs(str(STUDENT), columns["tokens"].tolist())[int(columns["loss_mask"].argmax()) :]
+        q_TV = logprobs(str(STUDENT), columns["tokens"].tolist(), tuple(NEVER))[
+            int(columns["loss_mask"].argmax()) :
+        ]
         chains += sum(c - a > 1 for (a, _), (c, _) in pairwise(wanted["bounds"]))
         for place in range(len(wanted["written"])):
             found = columns["teacher_topk_logprobs"][place] > -1e29
@@ -165,6 +170,24 @@ def test_numbers_are_those_of_a_plain_forward_of_the_teacher_on_its_own_tokens(
     assert run.metrics[0]["actor/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     shares = [run.metrics[0][f"teacher/other/{name}"] for name in ("one_to_one", "in_chains", "left_out")]
     assert sum(shares) == pytest.approx(1) and 0 < shares[1] < 1 and shares[2] == 0
+
+
+def test_special_tokens_that_the_teacher_lacks_are_never_drawn(aligned: Make) -> None:
+    """A row with one could not be aligned, so no teacher would ever say that it was wrong. A random teacher and a high
+    learning rate would otherwise make the student draw them."""
+    more = {"trainer__steps": 6, "trainer__batch_size": 16, "trainer__learning_rate": 3e-3}
+    run = understudy.train(
+        aligned("run", **more, loss__kind="k2", loss__signal="sampled", loss__topk=64), progress=False
+    )
+    student = AutoTokenizer.from_pretrained(STUDENT)
+    kept_ids = json.loads((run.dir / "usable_ids.json").read_text())
+    assert (
+        sorted(kept_ids["placeholders"])
+        == NEVER
+        == sorted(set(student.all_special_ids) - {student.eos_token_id})
+    )
+    report = audit(run.dir)
+    assert (report.trained, report.dead) == (96, 0)
 
 
 def test_an_equal_tokenizer_is_todays_path_to_the_bit(recipe: Make) -> None:
