@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from understudy.serving.endpoint import Endpoint
@@ -41,6 +48,15 @@ def write_tokenizer(folder: Path, vocab: dict[str, int], special: dict[str, str]
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
+EXPERTS: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Models with experts, beside the shape that all models have."""
+
+
 def write_model(
     folder: Path, kind: str = "qwen3", seed: int = 0, vocab: int = VOCAB, **changes: object
 ) -> Path:
@@ -58,7 +74,9 @@ def write_model(
     }
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "qwen3":
+    if kind in EXPERTS:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**EXPERTS[kind], **shape}))
+    elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **shape))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))

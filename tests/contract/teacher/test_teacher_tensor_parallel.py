@@ -51,6 +51,10 @@ def all_signals() -> list[ScoreItem]:
     [
         ("qwen3", {"tie_word_embeddings": True}, []),
         ("llama", {"attention_bias": True}, ["--layout", "packed"]),
+        ("qwen3_moe", {}, ["--layout", "packed"]),
+        pytest.param("qwen2_moe", {}, [], marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, [], marks=pytest.mark.slow),
+        pytest.param("olmoe", {}, [], marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_score_as_one(
@@ -91,6 +95,9 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     model = load_frozen(str(write_model(tmp_path / "model"))).model
     with pytest.raises(TeacherError, match="num_attention_heads = 4 cannot be cut into 3 equal parts"):
         shard_layers(model, Place(0, 3))
+    uneven = write_model(tmp_path / "experts", "qwen3_moe", moe_intermediate_size=23)
+    with pytest.raises(TeacherError, match="the experts' inner size 23 cannot be cut into 2 equal parts"):
+        shard_layers(load_frozen(str(uneven)).model, Place(0, 2))
     assert main(["--name", "m", "--model", str(tmp_path / "model"), "--world-size", "2"]) == 2
     assert "needs --rendezvous" in capsys.readouterr().err
     assert main(["--name", "m", "--model", str(tmp_path / "model"), "--rank", "1"]) == 2

@@ -11,6 +11,7 @@ from families import FAMILIES
 CUT = {
     "qwen2", "qwen3", "llama", "llama3-rope", "llama-yarn", "llama-linear", "llama-dynamic", "mistral-window", "gemma", "gemma2",
     "gemma3", "phi", "gpt-neox", "cohere", "cohere2", "granite", "smollm3", "starcoder2", "nemotron", "exaone4", "seed-oss", "ernie4.5",
+    "qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "olmo2", "olmo3", "deepseek-v3", "qwen3-next",
 }  # fmt: skip
 """docs/models.md says the same."""
 

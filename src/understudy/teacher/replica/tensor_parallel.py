@@ -1,12 +1,12 @@
 """Tensor parallelism: shards a model that is too large for one device over the ranks of a replica.
 
-Each rank holds a shard of every attention and feed-forward projection (by the plan of transformers' models)
-and a shard of the head's rows. A layer needs two all-reduces. Of the head only logsumexps, candidates and
+Each rank holds a shard of every attention and feed-forward projection (by the plan of transformers' models),
+of every expert too, and a shard of the head's rows. A layer needs two all-reduces. Of the head only logsumexps, candidates and
 single logits are exchanged.
 
 Rank 0 answers HTTP and broadcasts what to score (`lockstep.py`); all ranks run the same forward.
 
-Legend: V vocabulary, H hidden size.
+Legend: V vocabulary, H hidden size, E experts, I an expert's inner size.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from understudy.errors import TeacherError
 from understudy.teacher.scoring.head import Head
 from understudy.teacher.scoring.head_kernel import VocabularyShard
 
-WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "sequence_parallel", "colwise_gather_output")
+WHOLE = (
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "sequence_parallel",
+    "colwise_gather_output",
+)
 """Styles of a plan that are kept whole here: embeddings and norms. The head is sharded separately."""
+WHOLE_ATTENTION = "rowwise_split_input"
+"""The output projection of an attention whose heads are normed together: all of that attention is kept whole."""
+EXPERTS = "moe_tp_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,10 @@ def shard_layers(model: Any, place: Place) -> None:
     body = model.base_model
     for name, module in list(body.named_modules()):
         style = _style_of(name, plan)
-        if style is None or style in WHOLE:
+        if style is None or style in WHOLE or (style == WHOLE_ATTENTION and ".self_attn." in name):
+            continue
+        if style == EXPERTS:
+            _shard_experts(name, module, place)
             continue
         if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
             raise TeacherError(
@@ -93,6 +104,31 @@ def shard_layers(model: Any, place: Place) -> None:
         else:
             parent, _, child = name.rpartition(".")
             setattr(body.get_submodule(parent), child, RowSharded(module, place))
+
+
+def _shard_experts(name: str, experts: nn.Module, place: Place) -> None:
+    """Each rank gets a shard of every expert's inner size, so all ranks work on every token whatever its experts
+    are. The ranks' outputs sum to the whole output."""
+    found = dict(experts.named_parameters())
+    gate_up, down = (found.pop(key, torch.empty(0, 0, 0)) for key in ("gate_up_proj", "down_proj"))
+    if found or not down.numel() or gate_up.shape[1:] != (2 * down.shape[2], down.shape[1]):
+        raise TeacherError(
+            f"{name}: experts of {type(experts).__name__} are not stored as [E, 2·I, H] and [E, H, I], which is the layout that can be "
+            "cut here; serve the model with one device per replica, or behind vLLM"
+        )
+    if down.shape[2] % place.world:
+        raise TeacherError(
+            f"the experts' inner size {down.shape[2]} cannot be cut into {place.world} equal parts; choose a divisor of it"
+        )
+    halves = [_part(half, 1, place) for half in gate_up.chunk(2, 1)]
+    experts.gate_up_proj = nn.Parameter(torch.cat(halves, 1), requires_grad=False)
+    experts.down_proj = nn.Parameter(_part(down, 2, place), requires_grad=False)
+    experts.register_forward_hook(_summed)
+
+
+def _summed(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(output)
+    return output
 
 
 def _style_of(name: str, plan: Mapping[str, str]) -> str | None:
