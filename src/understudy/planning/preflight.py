@@ -128,6 +128,8 @@ class Findings:
 
     notes: list[str] = field(default_factory=list)
     """Lines for the user."""
+    unreached: list[str] = field(default_factory=list)
+    """Those of them that say what could not be asked: the hub, or a server that the recipe names."""
     train_rows: int | None = None
     """Rows of `data.train` that the run would use; None if they cannot be read."""
 
@@ -149,13 +151,13 @@ def preflight(
     findings = findings or Findings()
     slow = SlowWork(enabled=progress)
     problems: list[str] = []
+    here = starting and recipe.cluster.backend == "local"
 
     def attempt(action: Callable[[], Any]) -> Any:
         try:
             return action()
         except HubNotReached as error:
-            here = starting and recipe.cluster.backend == "local"
-            (problems if here else findings.notes).append(str(error))
+            (problems if here else findings.unreached).append(str(error))
         except UnderstudyError as error:
             problems.append(str(error))
         return None
@@ -256,8 +258,8 @@ def preflight(
         findings.notes += reward.notes
     attempt(lambda: _rollouts_can_be_made(recipe, student))
     none_answers, some_answer = silent_servers(recipe)
-    (problems if starting and recipe.cluster.backend == "local" else findings.notes).extend(none_answers)
-    findings.notes += some_answer
+    (problems if here else findings.unreached).extend(none_answers)
+    findings.notes += [*some_answer, *findings.unreached]
     attempt(lambda: probe_run_dir(recipe.run.dir, new=new_run))
     problems += missing_loggers(recipe.run.loggers)
     problems += missing_extras(recipe)

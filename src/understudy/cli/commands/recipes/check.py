@@ -34,4 +34,5 @@ def run(options: argparse.Namespace) -> None:
     capacity = capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)
     for note in (*objective.notes, *capacity, *findings.notes):
         console.print(f"note       {note}", highlight=False, markup=False, soft_wrap=True)
-    console.print("the recipe is sound; `understudy plan` shows what it would start", highlight=False)
+    but = " as far as it could be checked (see the notes)" if findings.unreached else ""
+    console.print(f"the recipe is sound{but}; `understudy plan` shows what it would start", highlight=False)
