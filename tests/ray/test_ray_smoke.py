@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("transfer_queue")
+pytest.importorskip("transfer_queue.metadata")
 
 import psutil
 import ray

@@ -62,7 +62,7 @@ _links: list[Any] = []
 def start_queue() -> Iterator[None]:
     """Ray on one machine, a queue with two storage units on it, and the link the planes below use."""
     pytest.importorskip("ray")
-    pytest.importorskip("transfer_queue")
+    pytest.importorskip("transfer_queue.metadata")
     connecting = import_module("understudy.cluster.ray_cluster")
     cluster = connecting.RayCluster(connecting.RaySettings(cpus=3))
     try:

@@ -203,7 +203,9 @@ def test_a_meta_of_no_rows_gives_empty_columns(tmp_path: Path) -> None:
 
 
 def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -> None:
-    queue = pytest.importorskip("transfer_queue")
+    # Not "transfer_queue" alone: without the package that would be the folder of tests beside this file.
+    pytest.importorskip("transfer_queue.metadata")
+    import transfer_queue as queue
 
     async def body(plane: EmbeddedDataPlane) -> None:
         theirs = queue.KVBatchMeta(
