@@ -1,7 +1,8 @@
 """A deadline for programs that come with a model: a chat template may loop for ever.
 
 The sandbox of Jinja bounds what a template can reach, not how long it runs. `within` raises `TemplateTimeout` in the
-thread that renders, at its next step of Python; a single long call in C ends first. Memory is not bounded.
+thread that renders, at its next step of Python; a single long call in C ends first. Seconds are those of the thread's
+own CPU time, so a process that was frozen, or shares a busy machine, loses no prompt. Memory is not bounded.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class _Watch:
     """
 
     def __init__(self) -> None:
-        self._active: dict[int, tuple[float, int]] = {}
-        """Deadline and thread of each block under way."""
+        self._active: dict[int, tuple[float, int, int]] = {}
+        """Deadline, clock and thread of each block under way."""
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -44,7 +45,9 @@ class _Watch:
             self._thread = threading.Thread(target=self._run, name="template-deadline", daemon=True)
             self._thread.start()
         number = next(self._numbers)
-        self._active[number] = (time.monotonic() + seconds, threading.get_ident())
+        thread = threading.get_ident()
+        clock = _clock_of(thread)
+        self._active[number] = (time.clock_gettime(clock) + seconds, clock, thread)
         return number
 
     def end(self, number: int) -> None:
@@ -63,10 +66,21 @@ class _Watch:
     def _run(self) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
-            for number, (deadline, thread) in list(self._active.items()):
-                late = time.monotonic() >= deadline
+            for number, (deadline, clock, thread) in list(self._active.items()):
+                try:
+                    late = time.clock_gettime(clock) >= deadline
+                except OSError:  # the thread has ended
+                    self._active.pop(number, None)
+                    continue
                 if late and self._active.pop(number, None) is not None:
                     _raise_in(thread, TemplateTimeout)
+
+
+def _clock_of(thread: int) -> int:
+    """The thread's CPU time, where the system has such a clock."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.pthread_getcpuclockid(thread)
+    return time.CLOCK_MONOTONIC
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:
