@@ -69,7 +69,7 @@ def test_the_thread_that_is_late_is_the_one_that_ends() -> None:
         except TemplateTimeout as error:
             ended.append(str(error))
 
-    thread = threading.Thread(target=late)
+    thread = threading.Thread(target=late, daemon=True)
     thread.start()
     with within(20):
         thread.join(10)
