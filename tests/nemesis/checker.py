@@ -32,6 +32,8 @@ STOP_CODES = {0, 130, 143}
 
 AT_START = "another process, before the launch's first step"
 """A launch may end with 2 and that process's name if one of its processes is lost while they start."""
+UNREACHED = "the network, before the launch's first step"
+"""A launch may end with 2 and the name of the teacher that it cannot reach."""
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 _CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
@@ -99,7 +101,9 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(-9)
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
-        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+|teacher", launch.output):
+        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
+            allowed.add(2)
+        if UNREACHED in launch.faults and re.search(r"teacher add", launch.output):
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
             allowed.add(2)

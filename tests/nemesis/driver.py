@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from checker import AT_START, History, Launch, Promise
+from checker import AT_START, UNREACHED, History, Launch, Promise
 from injection import Injector
 from modes import MODES, STEPS, recipe
 from network import TOKEN, Proxy, server_url
@@ -116,7 +116,9 @@ class Trial:
             ):
                 self.pending.remove(fault)
                 self.injected.append(fault)
-                hit.append(AT_START if fault.hits_others and self._steps() == before else how)
+                if self._steps() == before and fault.hits_others:
+                    how = UNREACHED if fault.role == "trainer" else AT_START
+                hit.append(how)
                 ready = self._last_fault = time.monotonic()
             if now - self._last_fault > LONGEST:
                 trainer.kill()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checker import AT_START, DISK, Event, History, Launch, Promise, violations
+from checker import AT_START, DISK, UNREACHED, Event, History, Launch, Promise, violations
 
 PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
 
@@ -53,6 +53,8 @@ def test_a_right_history_is_accepted() -> None:
         ({"launches": [Launch(-9, ()), Launch(0, ())]}, "launch 1 ended with -9"),
         ({"launches": [Launch(-9, ("kill replica",)), Launch(0, ())]}, "launch 1 ended with -9"),
         ({"launches": [Launch(2, (AT_START,), "error: bad recipe"), Launch(0, ())]}, "launch 1 ended with 2"),
+        ({"launches": [Launch(2, (AT_START,), "teacher add: refused"), Launch(0, ())]}, "launch 1 ended with 2"),
+        ({"launches": [Launch(2, (UNREACHED,), "error: bad recipe"), Launch(0, ())]}, "launch 1 ended with 2"),
     ],
 )  # fmt: skip
 def test_each_wrong_history_is_found(change: dict[str, Any], said: str) -> None:
