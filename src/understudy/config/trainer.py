@@ -207,7 +207,7 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the trainer; all cores when not set."""
     mps: Literal["auto", "off"] = "auto"
-    """`auto` starts NVIDIA's multi-process service where processes of the run share a GPU and
+    """`auto` starts NVIDIA's multi-process service where processes of a fully async run share a GPU and
     `nvidia-cuda-mps-control` is on PATH, and ends it with the process that trains; a service that runs already
     is used. `off` leaves it alone. See "On one GPU" in docs/async.md."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0

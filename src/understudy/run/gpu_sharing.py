@@ -15,11 +15,13 @@ from understudy.planning.seating import Seating
 from understudy.planning.shared_gpu import advice, sharing
 
 
-def share_gpus(run: RunConfig, cluster: ClusterConfig, seats: Callable[[list[str]], Seating]) -> list[str]:
+def share_gpus(
+    run: RunConfig, mode: str, cluster: ClusterConfig, seats: Callable[[list[str]], Seating]
+) -> list[str]:
     """Starts the service where it helps; returns what to tell the user. `seats` gives the run's processes their
     places on these GPUs. Must be called before torch looks for GPUs: `torch.cuda.is_available` settles whether
-    this process can use the service."""
-    if run.mps == "off" or cluster.backend != "local" or torch.version.cuda is None:
+    this process can use the service. `mode`: in a sync run the processes take turns anyway."""
+    if run.mps == "off" or mode != "fully_async" or cluster.backend != "local" or torch.version.cuda is None:
         return []
     try:
         roles = sharing(seats(visible_gpus()).placement)

@@ -115,7 +115,7 @@ async def launch(
 ) -> RunOutcome:
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
-    told = share_gpus(recipe.run, recipe.cluster, partial(seat_here, recipe))
+    told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
@@ -143,7 +143,7 @@ async def resume(
     problems = preflight(recipe, progress=progress, new_run=False)
     if problems:
         raise ConfigError(problems)
-    told = share_gpus(recipe.run, recipe.cluster, partial(seat_here, recipe))
+    told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     given = recipe.trainer

@@ -134,16 +134,17 @@ def test_a_service_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, 
     assert mps.start() == "nvidia-cuda-mps-control is not on PATH"
 
 
-def told(mode: str = "auto") -> list[str]:
+def told(mps_key: str = "auto", mode: str = "fully_async") -> list[str]:
     recipe = parse_recipe(
         {
             "student": {"model": "org/student"},
             "teachers": {"math": {"model": "org/math", "replicas": 1}},
             "data": {"train": "x.jsonl"},
-            "run": {"mps": mode},
+            "run": {"mps": mps_key},
+            "trainer": {"mode": mode},
         }
     )
-    return gpu_sharing.share_gpus(recipe.run, recipe.cluster, partial(seat_here, recipe))
+    return gpu_sharing.share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_a_run_whose_processes_share_a_gpu_starts_it(started: list[bool]) -> Non
     assert started and said.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
 
 
-@pytest.mark.parametrize("why", ["off", "no GPU", "runs already", "CPU torch"])
+@pytest.mark.parametrize("why", ["off", "sync", "no GPU", "runs already", "CPU torch"])
 def test_a_run_that_does_not_need_it_is_silent(
     started: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
@@ -171,7 +172,7 @@ def test_a_run_that_does_not_need_it_is_silent(
         (tmp_path / "control").touch()
     elif why == "CPU torch":
         monkeypatch.setattr(torch.version, "cuda", None)
-    assert told("off" if why == "off" else "auto") == []
+    assert told("off" if why == "off" else "auto", "sync" if why == "sync" else "fully_async") == []
     assert not started
 
 
