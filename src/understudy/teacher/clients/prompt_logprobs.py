@@ -26,6 +26,17 @@ class Candidates:
     logprobs_PK: np.ndarray
 
 
+def _unfilled(item: ScoreItem) -> Candidates:
+    """Arrays for the item's positions; the scored tokens are those that were sent."""
+    shape = len(item.positions), item.k if item.signal is Signal.TOPK else 0
+    return Candidates(
+        item.tokens[item.positions].astype(np.int32),
+        np.empty(shape[0], np.float32),
+        np.empty(shape, np.int32),
+        np.empty(shape, np.float32),
+    )
+
+
 class _Entry(msgspec.Struct):
     logprob: float
     rank: int | None = None
@@ -53,26 +64,23 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
         raise ValueError("the answer has no prompt_logprobs")
     if len(given) != len(item.tokens):
         raise ValueError(f"{len(given)} prompt_logprobs for {len(item.tokens)} tokens")
-    columns = item.k if item.signal is Signal.TOPK else 0
-    scored_P = item.tokens[item.positions].astype(np.int32)
-    sampled_P = np.empty(len(scored_P), np.float32)
-    ids_PK = np.empty((len(scored_P), columns), np.int32)
-    logprobs_PK = np.empty((len(scored_P), columns), np.float32)
+    found = _unfilled(item)
+    scored_P, columns = found.scored_P, found.ids_PK.shape[1]
     for p, position in enumerate(item.positions.tolist()):
         entries = given[position]
         own = None if entries is None else entries.get(str(scored_P[p]))
         if entries is None or own is None:
             raise ValueError(f"position {position}: no logprob for token {scored_P[p]}, which was sent there")
-        sampled_P[p] = own.logprob
+        found.sampled_P[p] = own.logprob
         if columns:
             best = sorted(entries.items(), key=lambda pair: (-pair[1].logprob, pair[1].rank or 0))[:columns]
             if len(best) < columns:
                 raise ValueError(
                     f"position {position}: {len(best)} candidates where {columns} were asked for"
                 )
-            ids_PK[p] = [int(token) for token, _ in best]
-            logprobs_PK[p] = [entry.logprob for _, entry in best]
-    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
+            found.ids_PK[p] = [int(token) for token, _ in best]
+            found.logprobs_PK[p] = [entry.logprob for _, entry in best]
+    return found
 
 
 _Scored = tuple[float | None, int, str | None]
@@ -104,17 +112,14 @@ def from_return_logprob(body: bytes, item: ScoreItem) -> Candidates:
         raise ValueError("the answer has no input_token_logprobs")
     if len(own) != len(item.tokens) - first:
         raise ValueError(f"{len(own)} input_token_logprobs for {len(item.tokens) - first} tokens")
-    columns = item.k if item.signal is Signal.TOPK else 0
-    scored_P = item.tokens[item.positions].astype(np.int32)
-    sampled_P = np.empty(len(scored_P), np.float32)
-    ids_PK = np.empty((len(scored_P), columns), np.int32)
-    logprobs_PK = np.empty((len(scored_P), columns), np.float32)
+    found = _unfilled(item)
+    scored_P, columns = found.scored_P, found.ids_PK.shape[1]
     for p, position in enumerate(item.positions.tolist()):
         logprob, token, _ = own[position - first]
         # SGLang writes 0 for the last id of the vocabulary and for padding.
         if logprob is None or token not in (int(scored_P[p]), 0):
             raise ValueError(f"position {position}: no logprob for token {scored_P[p]}, which was sent there")
-        sampled_P[p] = logprob
+        found.sampled_P[p] = logprob
         if columns:
             top = meta.input_top_logprobs
             entries = top[position - first] if top is not None and position - first < len(top) else None
@@ -125,9 +130,9 @@ def from_return_logprob(body: bytes, item: ScoreItem) -> Candidates:
                 raise ValueError(
                     f"position {position}: {len(best)} candidates where {columns} were asked for"
                 )
-            ids_PK[p] = [token for _, token, _ in best[:columns]]
-            logprobs_PK[p] = [logprob for logprob, _, _ in best[:columns]]
-    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
+            found.ids_PK[p] = [token for _, token, _ in best[:columns]]
+            found.logprobs_PK[p] = [logprob for logprob, _, _ in best[:columns]]
+    return found
 
 
 class _Echoed(msgspec.Struct):
@@ -156,23 +161,16 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
         raise ValueError(
             f"{count} echoed logprobs for a prompt of {len(item.tokens)} tokens: the server does not echo"
         )
-    columns = item.k if item.signal is Signal.TOPK else 0
-    wanted = item.positions.tolist()
-    expected = item.tokens[item.positions].astype(np.int32)
-    scored_P = np.array(
-        [_token_id(echoed.tokens[at], int(own)) for at, own in zip(wanted, expected, strict=True)], np.int32
-    )
-    sampled_P = np.empty(len(wanted), np.float32)
-    ids_PK = np.empty((len(wanted), columns), np.int32)
-    logprobs_PK = np.empty((len(wanted), columns), np.float32)
-    for p, position in enumerate(wanted):
+    found = _unfilled(item)
+    for p, position in enumerate(item.positions.tolist()):
+        found.scored_P[p] = _token_id(echoed.tokens[position], int(found.scored_P[p]))
         own = echoed.token_logprobs[position]
         if own is None:
             raise ValueError(f"position {position}: null where a logprob was expected")
-        sampled_P[p] = own
-        if columns:
-            _fill(ids_PK[p], logprobs_PK[p], echoed.top_logprobs, position)
-    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
+        found.sampled_P[p] = own
+        if found.ids_PK.shape[1]:
+            _fill(found.ids_PK[p], found.logprobs_PK[p], echoed.top_logprobs, position)
+    return found
 
 
 def _fill(
