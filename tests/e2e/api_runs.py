@@ -40,16 +40,14 @@ def external(name: str, url: str) -> dict[str, Any]:
     return {f"teachers__{name}__{key}": value for key, value in keys.items()}
 
 
-def interrupt_after(run: Path, steps: int, times: int = 1) -> threading.Thread:
+def interrupt_after(run: Path, steps: int) -> threading.Thread:
     """Ctrl-C as a notebook's interrupt button sends it: a signal to the process that holds the run."""
 
     def act() -> None:
         deadline = time.monotonic() + 100
         while len(read_metrics(run / "metrics.jsonl")) < steps and time.monotonic() < deadline:
             time.sleep(0.05)
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()

@@ -145,6 +145,7 @@ class Blocked:
         from understudy.rollout.agents.single_turn import SingleTurn
 
         if prompt.epoch > 0:
+            Path(os.environ["BLOCKED_MARK"]).touch()
             time.sleep(60)  # the event loop hears nothing
         return await SingleTurn().run(prompt, context)
 
@@ -160,9 +161,20 @@ def test_an_interrupted_cell_saves_and_the_next_one_goes_on(
 
 
 def test_a_second_interrupt_leaves_the_run_and_not_the_process(
-    distill: Callable[..., understudy.Run], tmp_path: Path
+    distill: Callable[..., understudy.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupter = interrupt_after(tmp_path / "run", steps=2, times=2)
+    mark = tmp_path / "blocked"
+    monkeypatch.setenv("BLOCKED_MARK", str(mark))
+
+    def act() -> None:
+        while not mark.exists():
+            time.sleep(0.05)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    interrupter = threading.Thread(target=act, daemon=True)
+    interrupter.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         in_a_cell(lambda: distill(trainer__steps=5000, rollout__agent=Blocked))
