@@ -56,4 +56,6 @@ def test_the_nemesis_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
         "--shrink",
         "0",
     ]
-    print(f"{name}: {seeds_until_found(words, bug, tmp_path)} seeds")
+    seeds = seeds_until_found(words, bug, tmp_path)
+    assert 1 <= seeds <= SEEDS
+    print(f"{name}: {seeds} seeds")

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from understudy.config.base import nearest, unwrap
-from understudy.config.checks.aligned_teachers import aligned_teacher_problems
+from understudy.config.checks.aligned_teachers import NEUTRAL_SAMPLING, aligned_teacher_problems
 from understudy.config.checks.capacity import capacity_problems
 from understudy.config.checks.cluster import cluster_problems
 from understudy.config.checks.fully_async import async_problems
@@ -368,11 +368,10 @@ def _engine(recipe: Recipe) -> list[str]:
             "loss.signal = 'at_ids' needs the student's own candidates, which rollout.engine = 'openai' does not report; use "
             "'hf', 'vllm' or 'sglang', or loss.signal = 'topk'"
         )
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     problems += [
         f"loss.signal = 'at_ids' with rollout.{key} = {getattr(rollout, key)}: a {rollout.engine} server names candidates of the "
         f"filtered distribution, not the student's own; leave rollout.{key} out, or use rollout.engine = 'hf'"
-        for key, value in neutral.items()
+        for key, value in NEUTRAL_SAMPLING.items()
         if getattr(rollout, key) != value
     ]
     return problems

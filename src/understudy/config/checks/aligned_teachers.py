@@ -5,7 +5,7 @@ from __future__ import annotations
 from understudy.config.checks.objective import DIVERGENCES
 from understudy.config.tables import RecipeTables
 
-_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Keys of `[rollout]` and the values at which a token's log-probability as drawn is the student's own."""
 
 
@@ -42,7 +42,7 @@ def _loss_problems(recipe: RecipeTables, given: str) -> list[str]:
     problems += [
         f"{given} with loss.kind = {loss.kind!r} and rollout.{key} = {getattr(rollout, key)}: chains of tokens are compared by their "
         f"log-probabilities as drawn, which this key changes; leave rollout.{key} out"
-        for key, value in _NEUTRAL.items()
+        for key, value in NEUTRAL_SAMPLING.items()
         if getattr(rollout, key) != value
     ]
     return problems
