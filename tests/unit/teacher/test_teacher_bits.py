@@ -1,6 +1,7 @@
 """Replicas with eight-bit weights: their scores are those of the rounded weights, and the change is measured."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from understudy.config import parse_recipe
 from understudy.errors import ConfigError, TeacherError
 from understudy.planning.models.folder import ModelFolder
-from understudy.teacher.protocol import request_of
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.quantize import Bits, Fp8Linear, Int8Linear, _to_fp8, quantized
@@ -78,6 +79,32 @@ def test_fp8_weights_keep_three_bits_of_mantissa() -> None:
     near = small.float() * scale
     large = values.abs() > scale * 2**-6  # normal numbers of float8
     assert ((near - values).abs() <= values.abs() / 16 + 1e-12)[large].all()
+
+
+@pytest.mark.parametrize(("rounding", "accepted"), [(0.0, False), (2.0, True)])
+def test_compiled_layers_may_differ_by_the_rounding_of_fp8(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, rounding: float, accepted: bool
+) -> None:
+    frozen = replace(load_frozen(str(qwen3)), rounding=rounding)
+    scorer = Scorer("t", frozen, ScorerOptions(compile_layers=True))
+
+    def compile_layers() -> None:
+        """Stands for a compiler whose results differ slightly."""
+        plain_score = scorer.score
+
+        def differing(request: ScoreRequest) -> ScoreReply:
+            found = plain_score(request)
+            found.sampled_P[:] += 0.5
+            return found
+
+        monkeypatch.setattr(scorer, "score", differing)
+
+    monkeypatch.setattr(scorer.body, "compile_layers", compile_layers)
+    if accepted:
+        scorer.warm_up()
+    else:
+        with pytest.raises(TeacherError, match=r"differ from the model's own forward by 0\.5"):
+            scorer.warm_up()
 
 
 def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:

@@ -33,6 +33,9 @@ class FrozenModel:
     """The longest sequence the model's positions allow."""
     bits: str | None = None
     """How its linear layers are quantized; None: they are not."""
+    rounding: float = 0.0
+    """Nats by which two orders of the same operations may differ. Above 0 with fp8: activations are rounded to three
+    bits of mantissa in every layer, so a change of their last bfloat16 bit can grow to the size of the rounding."""
     pictures: PictureReader | None = None
     """For a vision-language model: its processor, and the store of pictures that clients sent."""
 

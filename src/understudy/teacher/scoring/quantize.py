@@ -77,7 +77,12 @@ class Fp8Linear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         states_RI, scale_R1 = _to_fp8(states.flatten(0, -2))
         product_RO = torch._scaled_mm(
-            states_RI, self.weight.t(), scale_a=scale_R1, scale_b=self.scale, out_dtype=states.dtype
+            states_RI,
+            self.weight.t(),
+            scale_a=scale_R1,
+            scale_b=self.scale,
+            out_dtype=states.dtype,
+            use_fast_accum=True,  # 5 to 18 % faster; its error is a tenth of the rounding of the operands
         )
         product = product_RO.unflatten(0, states.shape[:-1])
         return product if self.bias is None else product + self.bias
@@ -108,6 +113,8 @@ def quantized(
     frozen.model.to(device)
     after = replace(frozen, device=torch.device(device), bits=str(bits))
     error = _apart(frozen, before, _logprobs(after))
+    if bits is Bits.FP8:
+        after = replace(after, rounding=2 * error.worst)
     if not error.kl <= most_kl:
         raise TeacherError(
             f"quantize = {str(bits)!r} changes {frozen.path} by more than quantize_tolerance = {most_kl:g}: {error}; leave "

@@ -276,7 +276,7 @@ class Scorer:
             )
         if self.options.compile_layers:
             self.body.compile_layers()
-            self._check_same(self.score(request_of(items)).sampled_P, theirs)
+            self._check_same(self.score(request_of(items)).sampled_P, theirs, self.frozen.rounding)
             self._rehearse()
 
     def _rehearse(self) -> None:
@@ -320,10 +320,10 @@ class Scorer:
     def close(self) -> None:
         """Nothing to release here; a scorer over several ranks ends its followers."""
 
-    def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+    def _check_same(self, ours: np.ndarray, theirs: np.ndarray, more: float = 0.0) -> None:
         """The tolerance grows with the logprob in half precision, where the model's own logits are
-        rounded."""
-        near = 1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs)
+        rounded. `more` is added to it."""
+        near = more + (1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs))
         if not (np.abs(ours - theirs) <= near).all():
             raise TeacherError(
                 f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
