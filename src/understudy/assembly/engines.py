@@ -16,7 +16,6 @@ This module connects `[rollout]`, the process launcher and the engines.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.vllm import VLLMSettings, start_vllm
+from understudy.engines.servers.vllm_servers import cpu_environment, cpu_options
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
 from understudy.observability.live import LiveView
@@ -47,9 +47,6 @@ from understudy.weights.publish import (
     SharedWeights,
     WeightPublisher,
 )
-
-_CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""By default vLLM on a CPU takes 4 GiB and binds itself to cores that the trainer uses."""
 
 
 def context_of(settings: EngineSettings, student: LoadedModel) -> int:
@@ -156,9 +153,7 @@ def vllm_settings(
     base: dict[str, str] = {}
     options = list(rollout.engine_args)
     if student.device.type == "cpu" and not torch.cuda.is_available():
-        base = {key: value for key, value in _CPU_DEFAULTS.items() if key not in os.environ}
-        if "--enforce-eager" not in options:
-            options.append("--enforce-eager")
+        base, options = cpu_environment(), cpu_options(options)
     candidates = settings.candidates
     if candidates and not any(option.startswith("--max-logprobs") for option in options):
         options.append(f"--max-logprobs={candidates + 1}")

@@ -3,6 +3,9 @@
     replica 0 ─┬─ rank 0   answers HTTP        CUDA_VISIBLE_DEVICES = the replica's GPUs, device cuda:0
                └─ rank 1   holds a part        the same GPUs, device cuda:1
 
+With `backend = "vllm"` a replica is one vLLM server over all its GPUs, behind the parent process that engines use
+(`engines/servers/vllm_process.py`).
+
 `planning/seating.py` has assigned GPUs to replicas. This module turns the assignment into environment and
 arguments.
 """
@@ -16,13 +19,19 @@ from pathlib import Path
 from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
+from understudy.engines.servers.vllm_servers import VLLMServers, cpu_environment, cpu_options
 from understudy.observability.owned_folder import OwnedFolder
+from understudy.planning.preflight import vllm_python
 from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
+from understudy.teacher.manifest import Batching
 from understudy.teacher.pool.together import together
 from understudy.trainers.models import resolve_device
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_VLLM_BATCH = 256
+_VLLM_TOKENS = 2048
+"""The most tokens of one forward in vLLM, which holds the logits of all of them at once."""
 
 
 class LocalTeachers:
@@ -146,3 +155,87 @@ class LocalTeachers:
             arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
             arguments += ["--rendezvous", f"file://{rendezvous}"]
         return arguments
+
+
+class VLLMTeachers:
+    """Starts and restarts the vLLM servers of one teacher, for its pool, on the event loop."""
+
+    following: FollowingReplicas | None = None
+    """vLLM servers that score keep the weights they load."""
+
+    def __init__(
+        self,
+        processes: LocalProcesses,
+        name: str,
+        teacher: TeacherConfig,
+        batching: Batching,
+        token: str,
+        seats: Seats,
+        k: int,
+    ) -> None:
+        """`k`: the candidates per token that the recipe asks for."""
+        self._processes, self._servers = processes, VLLMServers(processes, token)
+        self._name, self._teacher, self._seats = name, teacher, seats
+        self._batching, self._k = batching, k
+        self.endpoints: dict[str, Endpoint] = {}
+
+    async def start(self, replica: str) -> Endpoint:
+        await self.stop(replica)
+        gpus = self._seats.take(teacher_role(self._name), int(replica))
+        process = self._process(replica)
+        on_cpu = not gpus and self._on_cpu(process)
+        child = await self._servers.start(process, self.arguments(on_cpu), self._environment(gpus, on_cpu))
+        self.endpoints[replica] = self._servers.endpoint(process, child)
+        return self.endpoints[replica]
+
+    async def stop(self, replica: str) -> None:
+        await self._processes.stop(self._process(replica))
+
+    def alive(self, replica: str) -> bool:
+        child = self._processes.children.get(self._process(replica))
+        return child is not None and child.alive
+
+    def last_words(self, replica: str) -> str:
+        return self._processes.last_words(self._process(replica))
+
+    def forget(self, replica: str) -> None:
+        """Frees the GPUs of a replica that was removed."""
+        self._seats.leave(teacher_role(self._name), int(replica))
+        self.endpoints.pop(replica, None)
+
+    def _process(self, replica: str) -> str:
+        return f"teacher-{self._name}-{replica}"
+
+    def _on_cpu(self, process: str) -> bool:
+        """As far as the trainer knows; `auto` on another machine is vLLM's choice."""
+        device = self._teacher.device
+        return device == "cpu" or (
+            not self._processes.is_remote(process) and resolve_device(device).type == "cpu"
+        )
+
+    def _environment(self, gpus: list[str], on_cpu: bool) -> dict[str, str]:
+        env = {"OMP_NUM_THREADS": str(self._teacher.threads)}
+        if on_cpu:
+            return env | cpu_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+        return env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+
+    def arguments(self, on_cpu: bool) -> list[str]:
+        """Of the parent process. A server that computes one sequence at a time gives scores that depend on nothing
+        else."""
+        teacher, alone = self._teacher, self._batching is Batching.BY_REQUEST
+        words = ["--scores", "--python", vllm_python(teacher, place=f"teachers.{self._name}")]
+        words += ["--model", teacher.model, "--name", self._name, "--dtype", teacher.dtype]
+        words += ["--max-batch", str(1 if alone else _VLLM_BATCH)]
+        if teacher.context_length is not None:
+            words += ["--max-length", str(teacher.context_length)]
+        options = [
+            f"--max-logprobs={max(self._k, 1)}",
+            f"--max-num-batched-tokens={min(teacher.max_batch_tokens, _VLLM_TOKENS)}",
+            f"--tensor-parallel-size={teacher.tensor_parallel}",
+        ]
+        if teacher.revision is not None:
+            options.append(f"--revision={teacher.revision}")
+        if teacher.trust_remote_code:
+            options.append("--trust-remote-code")
+        options += teacher.engine_args
+        return words + [f"--option={option}" for option in (cpu_options(options) if on_cpu else options)]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teacher_processes import LocalTeachers, VLLMTeachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
@@ -122,7 +122,7 @@ class Teachers:
     pools: dict[str, TeacherPool]
     heads: dict[str, TeacherHead] = field(default_factory=dict)
     """Output heads by teacher, if rows carry hidden states. A head is fetched once."""
-    launchers: dict[str, LocalTeachers | BaseTeacher] = field(default_factory=dict)
+    launchers: dict[str, LocalTeachers | VLLMTeachers | BaseTeacher] = field(default_factory=dict)
     """Launchers by teacher. External teachers have none."""
     tokens: dict[str, str | None] = field(default_factory=dict)
     """The bearer token of each external teacher's servers."""
@@ -189,14 +189,16 @@ async def start_teachers(
         elif teacher.placement == "trainer":
             assert student.base is not None
             teachers.launchers[name] = BaseTeacher(name, teacher, batching, token, student.base)
+        elif teacher.starts_vllm:
+            teachers.launchers[name] = VLLMTeachers(
+                processes, name, teacher, batching, token, seats, settings.teachers_choose
+            )
         else:
             launcher = LocalTeachers(processes, name, teacher, batching, token, seats)
             if teacher.follows_student:
                 launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
             teachers.launchers[name] = launcher
-        teachers.pools[name] = _pool(
-            name, teacher, teachers, student, view, remote, settings.restarts, settings.teachers_choose
-        )
+        teachers.pools[name] = _pool(name, teacher, teachers, student, view, remote, settings, batching)
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in settings.teachers.values())
     view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
     try:
@@ -217,8 +219,8 @@ def _pool(
     student: StudentFacts,
     view: LiveView,
     remote: RemoteScoring | None,
-    restarts: int,
-    k: int,
+    settings: TeacherSettings,
+    batching: Batching,
 ) -> TeacherPool:
     def tell(event: PoolEvent) -> None:
         log_event(event)
@@ -231,12 +233,16 @@ def _pool(
         cache_bytes=teacher.cache_bytes,
         # Processes of this run are given up by `cluster.restarts.teacher`.
         outage_most=teacher.outage_seconds if teacher.placement == "external" else None,
-        supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
+        supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=settings.restarts))),
     )
     usable = None if name in student.aligned else student.usable
-    if teacher.placement != "external":
+    launcher = teachers.launchers.get(name)
+    if launcher is None:
+        endpoints = [Endpoint(url, teachers.tokens[name]) for url in teacher.urls]
+        specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(endpoints)]
+    else:
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
-        launcher = teachers.launchers[name]
+    if launcher is not None and not teacher.starts_vllm:
         native: Connect = partial(connect_native, usable=usable, media=student.media)
         if remote is not None:
             native = remote.connect(native, None, usable)
@@ -245,12 +251,13 @@ def _pool(
     ids = student.head_rows if usable is None else min(usable.limit, student.head_rows)
     if name in student.aligned:
         ids = max(own.ids.values()) + 1
-    told = External(ids, own.fingerprint, teacher.model, teacher.backend, k)
+    told = External(ids, own.fingerprint, teacher.model, teacher.backend, settings.teachers_choose)
+    if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to
+        told = msgspec.structs.replace(told, model=name, batching=batching)
     connect = external_of(told, usable, student.media)
     if remote is not None:
         connect = remote.connect(connect, told, usable)
-    specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
-    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
+    return TeacherPool(name, specs, launcher, options=options, connect=connect, on_event=tell)
 
 
 def external_of(told: External, usable: UsableIds | None, media: MediaStore | None = None) -> Connect:
@@ -262,6 +269,7 @@ def external_of(told: External, usable: UsableIds | None, media: MediaStore | No
         usable=usable,
         k=told.k,
         media=media,
+        batching=told.batching,
     )
 
 
@@ -310,6 +318,8 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
         )
     if manifest.quantization is not None:
         logger.info("teacher %s has weights in %s: %s", name, manifest.dtype, manifest.quantization)
+    if settings.teachers[name].starts_vllm:
+        return  # it loaded the files that `check` compared
     if manifest.backend != "native":
         logger.warning(
             "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared (only the files of "

@@ -110,7 +110,14 @@ class TeacherConfig(Section):
     urls: list[str] = Field(default=[])
     """Running scoring servers (`external` only)."""
     backend: Literal["auto", "native", "vllm", "sglang", "openai"] = "auto"
-    """Kind of server at `urls`; `auto` asks it. Set it if a gateway answers every path alike."""
+    """Kind of server at `urls`; `auto` asks it. Set it if a gateway answers every path alike. Without `urls`: `vllm`
+    are vLLM servers that the run starts and watches, `auto` and `native` replicas of our own."""
+    vllm_python: str | None = None
+    """The interpreter of an environment that has vLLM (`backend = "vllm"` without `urls`); the variable
+    UNDERSTUDY_VLLM_PYTHON when not set."""
+    engine_args: list[str] = Field(default=[])
+    """Further arguments of the command line of such vLLM servers, for example
+    `"--gpu-memory-utilization=0.4"`."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
@@ -190,6 +197,11 @@ class TeacherConfig(Section):
         return self.version is not None and self.version != "start"
 
     @property
+    def starts_vllm(self) -> bool:
+        """Whether its replicas are vLLM servers that the run starts."""
+        return self.backend == "vllm" and self.placement != "external"
+
+    @property
     def reads_own_prompt(self) -> bool:
         return self.prompt is not None or self.prompt_column is not None
 
@@ -222,9 +234,16 @@ class TeacherConfig(Section):
                 "`outage_seconds` belongs to placement = 'external': replicas that this run starts are restarted "
                 "cluster.restarts.teacher times"
             )
-        if self.backend not in ("auto", "native"):
+        if self.backend in ("sglang", "openai"):
             raise ValueError(
-                f"backend = {self.backend!r} belongs to placement = 'external': replicas started here are native"
+                f"backend = {self.backend!r} belongs to placement = 'external': replicas started here are 'native' or 'vllm'"
+            )
+        if self.starts_vllm:
+            self._check_vllm()
+        elif self.vllm_python is not None or self.engine_args:
+            raise ValueError(
+                f"`{'engine_args' if self.engine_args else 'vllm_python'}` belongs to vLLM servers that the run starts "
+                "(backend = 'vllm' without `urls`)"
             )
         if self.quantize is not None:
             shared = [
@@ -241,6 +260,34 @@ class TeacherConfig(Section):
                     f"quantize = {self.quantize!r} is for replicas of one process that load a model of their own, and "
                     f"{' and '.join(shared)} is set; leave one of the two out"
                 )
+        self._check_seats()
+
+    def _check_vllm(self) -> None:
+        fields = type(self).model_fields
+        ours = [key for key in _OF_NATIVE_REPLICAS if getattr(self, key) != fields[key].default]
+        if ours:
+            raise ValueError(
+                f"`{ours[0]}` = {getattr(self, ours[0])!r} belongs to native replicas, and backend = 'vllm' is set; leave it out, or give "
+                "vLLM an argument of its own (engine_args)"
+            )
+        if self.placement == "trainer":
+            raise ValueError(
+                "backend = 'vllm' has processes of its own; use placement = 'standalone' or 'pool'"
+            )
+        if self.follows_student:
+            raise ValueError(
+                f"version = {self.version!r} with backend = 'vllm': vLLM servers that score keep the weights they load; leave `backend` "
+                "out, or set version = 'start'"
+            )
+        parallel = [
+            word for word in self.engine_args if word.split("=")[0] in ("--tensor-parallel-size", "-tp")
+        ]
+        if parallel:
+            raise ValueError(
+                f"`engine_args` has {parallel[0]!r}; set `tensor_parallel`, by which GPUs are assigned"
+            )
+
+    def _check_seats(self) -> None:
         if self.ports and len(self.ports) != self.replicas:
             raise ValueError(
                 f"{len(self.ports)} ports for {self.replicas} replicas; give one per replica, or none"
@@ -258,8 +305,9 @@ class TeacherConfig(Section):
 
 _OF_OUR_PROCESSES = (
     "replicas", "ports", "tensor_parallel", "threads", "device", "dtype", "max_batch_tokens", "compile", "revision",
-    "trust_remote_code", "attention", "quantize", "quantize_tolerance",
+    "trust_remote_code", "attention", "quantize", "quantize_tolerance", "vllm_python", "engine_args",
 )  # fmt: skip
+_OF_NATIVE_REPLICAS = ("compile", "attention", "quantize", "quantize_tolerance", "ports")
 
 
 def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> None:

@@ -49,7 +49,7 @@ def picture_problems(
             problems.append(
                 f"{place}, which reads a prompt of its own; a prompt of its own holds no pictures"
             )
-        elif teacher.placement == "external" and teacher.backend in ("vllm", "sglang", "openai"):
+        elif teacher.backend in ("vllm", "sglang", "openai"):
             problems.append(
                 f"{place}; a teacher served by {teacher.backend} gets text only, serve it natively"
             )

@@ -9,11 +9,12 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from understudy.cluster.devices import visible_gpus
-from understudy.config import Recipe
+from understudy.config import Recipe, TeacherConfig
 from understudy.config.rollout import RolloutConfig
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.loggers.logged_metrics import missing_loggers
@@ -76,17 +77,22 @@ def endpoints_of(rollout: RolloutConfig, environment: Mapping[str, str] = os.env
     return [Endpoint(url.rstrip("/"), token=token) for url in rollout.urls]
 
 
-def vllm_python(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
+def vllm_python(
+    section: RolloutConfig | TeacherConfig,
+    environment: Mapping[str, str] = os.environ,
+    place: str = "rollout",
+) -> str:
     """The interpreter that starts vLLM, which has its own environment, so that its pins do not conflict with
-    ours."""
-    python = rollout.vllm_python or environment.get(PYTHON_VARIABLE)
+    ours. `place`: the section's name in the recipe."""
+    python = section.vllm_python or environment.get(PYTHON_VARIABLE)
     if not python:
+        key = "engine" if isinstance(section, RolloutConfig) else "backend"
         raise ConfigError(
-            "rollout.engine = 'vllm' starts vLLM in an environment of its own: set rollout.vllm_python (or the variable "
+            f"{place}.{key} = 'vllm' starts vLLM in an environment of its own: set {place}.vllm_python (or the variable "
             f"{PYTHON_VARIABLE}) to that environment's interpreter, or give `urls` of running servers"
         )
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"rollout.vllm_python = {python!r} is not an interpreter that can be run")
+        raise ConfigError(f"{place}.vllm_python = {python!r} is not an interpreter that can be run")
     return python
 
 
@@ -171,6 +177,8 @@ def preflight(
     folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():
         problems += _ports(name, teacher.ports)
+        if teacher.starts_vllm:
+            attempt(partial(vllm_python, teacher, place=f"teachers.{name}"))
         folder = models.get(f"teachers.{name}")
         if folder and teacher.placement != "external":
             folders[name] = folder

@@ -190,6 +190,16 @@ def _replica(
     recipe: Recipe, name: str, teacher: TeacherConfig, replica: int, seating: Seating
 ) -> list[PlannedProcess]:
     parameters, ranks = _parameters(teacher.model), teacher.tensor_parallel
+    if teacher.starts_vllm:  # one server, whose workers share the weights among its GPUs
+        return [
+            PlannedProcess(
+                f"teacher-{name}-{replica}",
+                f"scores rows of {teacher.key or 'every source'} (vLLM, and its cache)",
+                _device(recipe, seating, teacher_role(name), replica, teacher.device),
+                parameters,
+                None if parameters is None else parameters * _BYTES[teacher.dtype] + _PROCESS_BYTES,
+            )
+        ]
     size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + _PROCESS_BYTES
     if size is not None and teacher.quantize is not None:
         size -= ModelFolder.open(teacher.model, "model").linear_parameters * (_BYTES[teacher.dtype] - 1)

@@ -364,7 +364,10 @@ def _produce(recipe: Recipe, compute: Compute) -> ProduceSettings:
     trainer, rollout = recipe.trainer, recipe.rollout
     rows = trainer.steps * trainer.batch_size * rollout.n
     others = {name: one for name, one in recipe.teachers.items() if one.version is None}
-    measured = {name: one for name, one in others.items() if one.placement != "external"}
+    # Measured in the trainer's process, which a teacher behind vLLM may not fit.
+    measured = {
+        name: one for name, one in others.items() if one.placement != "external" and not one.starts_vllm
+    }
     return ProduceSettings(
         rollout=rollout,
         loss=recipe.loss,

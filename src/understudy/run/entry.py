@@ -27,9 +27,9 @@ from understudy.trainers.early_interrupt import hand_over, remembered
 
 @contextmanager
 def begun_early(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
-    """The fork server for the teachers that this run will start on this machine, if there are any. An
+    """The fork server for the native replicas that this run will start on this machine, if there are any. An
     interrupt while the block imports its modules ends it when the run would start."""
-    own = [teacher for teacher in teachers.values() if not teacher.urls]
+    own = [teacher for teacher in teachers.values() if not teacher.urls and not teacher.starts_vllm]
     with remembered():
         if cluster.backend != "local" or not own:
             yield

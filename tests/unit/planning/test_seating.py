@@ -242,7 +242,7 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
         ({"replicas": 0}, {}, "at least 1 replica"),
         ({"placement": "colocate"}, {}, "slept and woken"),
         ({"device": "cuda:0", "tensor_parallel": 2}, {}, "needs that many devices"),
-        ({"backend": "vllm"}, {}, "belongs to placement = 'external'"),
+        ({"backend": "openai"}, {}, "belongs to placement = 'external'"),
         ({"placement": "external", "urls": ["host:80"]}, {}, "expected an address like"),
         (
             {"placement": "external", "urls": ["http://h"], "compile": True},

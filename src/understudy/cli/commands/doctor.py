@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.rundir import RunDir, read_json
 from understudy.observability.watchdog import read_waits, run_status
+from understudy.planning.preflight import PYTHON_VARIABLE
 from understudy.rollout.tools.sandbox import namespace_problem
 
 _PACKAGES = (
@@ -107,6 +109,7 @@ def _machine() -> None:
             line(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             line(package, "not installed")
+    line("vllm", _vllm())
     memory = psutil.virtual_memory()
     line("cores", f"{os.cpu_count()} ({torch.get_num_threads()} torch threads)")
     line("memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
@@ -124,3 +127,16 @@ def _machine() -> None:
         if problem
         else "namespaces: tools run without network, files of yours or other processes",
     )
+
+
+def _vllm() -> str:
+    """The vLLM that runs start for engines and teachers: it has an environment of its own."""
+    python = os.environ.get(PYTHON_VARIABLE)
+    if not python:
+        return f"none: {PYTHON_VARIABLE} names no interpreter of an environment that has it"
+    code = "import importlib.metadata as m; print(next(d.version for d in m.distributions() if (d.name or '').startswith('vllm')))"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"none: {PYTHON_VARIABLE} = {python!r} has no vLLM ({type(error).__name__})"
+    return f"{found.stdout.strip()} ({python})"

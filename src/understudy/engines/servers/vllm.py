@@ -17,13 +17,12 @@ from understudy.engines.launcher import HostLauncher
 from understudy.engines.replicas import Replica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
+from understudy.engines.servers.vllm_servers import VLLMServers
 from understudy.errors import EngineError, UnderstudyError
-from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import RestartCount, Restarts, StartedProcess
 
 logger = logging.getLogger(__name__)
 
-HOST_MODULE = "understudy.engines.servers.vllm_process"
 _WATCH_S = 1.0
 _SCREEN_CHARACTERS = 300
 
@@ -63,7 +62,7 @@ class VLLMEngine(RemoteEngine):
     ) -> None:
         super().__init__(
             DIALECTS["vllm"],
-            [servers.endpoint(name, child) for name, child in children.items()],
+            [servers.endpoint(process_name(name), child) for name, child in children.items()],
             model="student",
             max_length=servers.settings.max_length,
             address=servers.launcher.address,
@@ -116,8 +115,8 @@ class VLLMEngine(RemoteEngine):
         """Reconnects to a process that is alive and was only unreachable; otherwise starts a new process."""
         if self._servers.must_start(name, self._children[name]):
             await self._servers.stop(name)
-            self._children[name] = await self._servers.start(name)
-        await self.replace(name, self._servers.endpoint(name, self._children[name]))
+            self._children[name] = await self._servers.start_replica(name)
+        await self.replace(name, self._servers.endpoint(process_name(name), self._children[name]))
 
     def _drop_server(self, replica: Replica, problem: str, restarts: int) -> None:
         times = f"after {restarts} restarts without an answer (cluster.restarts.rollout)"
@@ -145,23 +144,18 @@ class VLLMEngine(RemoteEngine):
         await asyncio.gather(*(self._servers.stop(name) for name in self._children))
 
 
-class _Servers:
-    """Starts and stops servers, on this machine or where the launcher places them."""
+class _Servers(VLLMServers):
+    """The servers of one engine by replica, and why the last start of each failed."""
 
     def __init__(self, settings: VLLMSettings, launcher: HostLauncher) -> None:
-        self.settings, self.launcher = settings, launcher
-        self._token = secrets.token_urlsafe(24)
+        super().__init__(launcher, secrets.token_urlsafe(24))
+        self.settings = settings
         self._failures: dict[str, str] = {}
         """By replica: why its last start or reconnection failed."""
 
-    async def start(self, name: str) -> StartedProcess:
-        arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
-        if self.launcher.is_remote(process_name(name)):
-            # On a remote machine 127.0.0.1 stands for that machine's own address.
-            arguments += ["--bind", "127.0.0.1:0"]
-            # Through the environment: command lines are readable by every user of the machine.
-            env["UNDERSTUDY_TOKEN"] = self._token
-        child = await self.launcher.start(process_name(name), HOST_MODULE, arguments, env)
+    async def start_replica(self, name: str) -> StartedProcess:
+        env = self.settings.env[int(name.rpartition("-")[2])]
+        child = await self.start(process_name(name), self.settings.arguments(), env)
         self._failures.pop(name, None)
         return child
 
@@ -182,12 +176,6 @@ class _Servers:
     async def stop(self, name: str) -> None:
         await self.launcher.stop(process_name(name))
 
-    def endpoint(self, name: str, child: StartedProcess) -> Endpoint:
-        if "socket" in child.ready:
-            return Endpoint(child.ready["url"], socket=child.ready["socket"])
-        shares = self.launcher.shares_memory(process_name(name))
-        return Endpoint(child.ready["url"], token=self._token, shares_memory=shares)
-
 
 async def start_vllm(
     settings: VLLMSettings,
@@ -205,7 +193,7 @@ async def start_vllm(
     servers = _Servers(settings, launcher)
     names = [f"replica-{i}" for i in range(len(settings.env))]
     try:
-        children = await asyncio.gather(*(servers.start(name) for name in names))
+        children = await asyncio.gather(*(servers.start_replica(name) for name in names))
     except BaseException:
         await asyncio.gather(*(servers.stop(name) for name in names))
         raise

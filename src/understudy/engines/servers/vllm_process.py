@@ -45,10 +45,16 @@ def command(arguments: argparse.Namespace, socket: str) -> list[str]:
     """The server's command line for the installed version of vLLM."""
     words = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", socket]
     words += ["--model", arguments.model, "--served-model-name", arguments.name, "--seed", "0"]
-    words += ["--max-model-len", str(arguments.max_length), "--max-num-seqs", str(arguments.max_batch)]
-    words += ["--dtype", arguments.dtype, "--worker-extension-cls", _WORKER]
-    # Logprobs of the distribution that is sampled from, not of the raw logits.
-    words += ["--logprobs-mode", "processed_logprobs"]
+    words += ["--max-num-seqs", str(arguments.max_batch), "--dtype", arguments.dtype]
+    if arguments.max_length is not None:
+        words += ["--max-model-len", str(arguments.max_length)]
+    if arguments.scores:
+        # Prompt logprobs need every position of the forward, so cached prefixes are of no use.
+        words += ["--no-enable-prefix-caching"]
+    else:
+        words += ["--worker-extension-cls", _WORKER]
+        # Logprobs of the distribution that is sampled from, not of the raw logits.
+        words += ["--logprobs-mode", "processed_logprobs"]
     if _knows(arguments.python, "enable_scale_out"):  # newer versions need it for the token route
         words += ["--enable-scale-out"]
     return words + list(arguments.option)
@@ -64,11 +70,13 @@ def _knows(python: str, option: str) -> bool:
     return any(option in path.read_text(errors="ignore") for path in entrypoints.rglob("cli_args.py"))
 
 
-def environment() -> dict[str, str]:
-    """Our environment, with vLLM's development mode (its weight routes) on and its usage reports off."""
-    path = os.pathsep.join([str(_SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return {**os.environ, **own, "PYTHONPATH": path}
+def environment(scores: bool) -> dict[str, str]:
+    """Our environment, without vLLM's usage reports; for a student with its development mode (the weight routes)."""
+    own = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if not scores:
+        path = os.pathsep.join([str(_SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    return {**os.environ, **own}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -78,8 +86,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", default="student")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-length", type=int, required=True)
+    parser.add_argument("--max-length", type=int, help="the model's own limit when not given")
     parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument("--scores", action="store_true", help="a teacher: prompt logprobs of fixed weights")
     parser.add_argument("--option", action="append", default=[], help="one more word for vLLM's command line")
     return process_main(_host, parser.parse_args(words), watches_launcher=True)
 
@@ -90,7 +99,7 @@ def _host(process: Process) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = subprocess.Popen(
         command(process.args, socket),
-        env=environment(),
+        env=environment(process.args.scores),
         stdin=subprocess.DEVNULL,
         preexec_fn=_end_with_parent,
     )

@@ -106,9 +106,13 @@ class CompletionsClient:
         in_flight: int = 16,
         usable: UsableIds | None = None,
         k: int = 0,
+        socket: str | None = None,
+        batching: Batching = Batching.BY_ARRIVAL,
     ) -> None:
-        """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have."""
-        self._channel = Channel(url, token, teacher, replica)
+        """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have. `batching`: by request if
+        the server is known to compute one sequence at a time."""
+        self._channel = Channel(url, token, teacher, replica, socket=socket)
+        self._batching = batching
         self._model = model
         self._vocab_size = vocab_size
         self._vocab_fingerprint = vocab_fingerprint
@@ -137,7 +141,7 @@ class CompletionsClient:
             dtype="unknown",
             signals=found.signals,
             limits=Limits(max_length=served.max_model_len or Limits().max_length, max_k=found.max_k),
-            batching=Batching.BY_ARRIVAL,
+            batching=self._batching,
             unused_ids=[] if self._usable is None else list(self._usable.holes),
         )
 

@@ -14,7 +14,7 @@ from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.http import NoSuchRoute
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
-from understudy.teacher.manifest import Manifest
+from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.pool.supervisor import Connect
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.usable_ids import UsableIds
@@ -79,11 +79,12 @@ def connect_external(
     usable: UsableIds | None = None,
     k: int = 0,
     media: MediaStore | None = None,
+    batching: Batching = Batching.BY_ARRIVAL,
 ) -> Connect:
-    """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
+    """For `TeacherPool(connect=…)`: servers of any known kind. Vocabulary and model name are the recipe's.
 
     `k` is the recipe's K, `usable` the ids it uses. With an explicit `backend` nothing is probed for its
-    kind: needed behind a gateway that answers every path alike.
+    kind: needed behind a gateway that answers every path alike. `batching` is how servers that do not tell it batch.
     """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
@@ -105,6 +106,8 @@ def connect_external(
             routes=_ROUTES[backend],
             usable=usable,
             k=k,
+            socket=endpoint.socket,
+            batching=batching,
         )
         return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 

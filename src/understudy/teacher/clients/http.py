@@ -49,11 +49,13 @@ class Channel(ServerClient):
         connect_timeout: float = 5.0,
         read_timeout: float = 120.0,
         max_connections: int = 64,
+        socket: str | None = None,
     ) -> None:
+        """`socket`: the Unix domain socket on which the server answers in place of the url's host."""
         self.teacher, self.replica = teacher, replica or url.rstrip("/")
         super().__init__(
             f"teacher {teacher}, replica {self.replica}" if teacher else f"teacher at {self.replica}",
-            Endpoint(url, token),
+            Endpoint(url, token, socket),
             most=max_connections,
             connect_s=connect_timeout,
             timeout_s=read_timeout,

@@ -21,6 +21,7 @@ from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving import frames
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.teacher.manifest import Batching
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -62,7 +63,7 @@ class KeptRow(msgspec.Struct):
 
 
 class External(msgspec.Struct, frozen=True):
-    """What a client needs to connect to a teacher server that Understudy did not start."""
+    """What a client needs to connect to a teacher server of another project."""
 
     vocab_size: int
     vocab_fingerprint: str
@@ -70,6 +71,7 @@ class External(msgspec.Struct, frozen=True):
     backend: str
     k: int = 0
     """The recipe's K, tried first when the client probes how many logprobs the server returns."""
+    batching: Batching = Batching.BY_ARRIVAL
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):

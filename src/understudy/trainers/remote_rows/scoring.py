@@ -58,8 +58,9 @@ class RemoteScoring:
             direct = connect(teacher, replica, endpoint)
             address = wire.ReplicaAddress(teacher, replica, endpoint.url, endpoint.token, external, usable)
             # Our own replicas report an address that other machines reach. An external server may be on the
-            # loopback.
-            reachable = None if external and endpoint.on_loopback else address
+            # loopback, and a vLLM server on this machine answers on a Unix socket.
+            here = endpoint.socket is not None or (external is not None and endpoint.on_loopback)
+            reachable = None if here else address
             return RemoteClient(self, direct, reachable)
 
         return both

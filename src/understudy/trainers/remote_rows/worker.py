@@ -208,6 +208,7 @@ def client_of(address: wire.ReplicaAddress, media: MediaStore | None = None) -> 
         usable=address.usable,
         k=told.k,
         media=media,
+        batching=told.batching,
     )
     return connect(address.teacher, address.replica, endpoint)
 

@@ -1,0 +1,50 @@
+"""Processes of vLLM servers: how each is started, where it answers, and what it needs on a CPU.
+
+The servers of the student (`vllm.py`) and of teachers (`assembly/teacher_processes.py`) are started here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from understudy.engines.launcher import HostLauncher
+from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import StartedProcess
+
+HOST_MODULE = "understudy.engines.servers.vllm_process"
+_CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""By default vLLM on a CPU takes 4 GiB and binds itself to cores that the trainer uses."""
+_EAGER = "--enforce-eager"
+
+
+class VLLMServers:
+    """Starts vLLM servers by process name, on this machine or where the launcher places them."""
+
+    def __init__(self, launcher: HostLauncher, token: str) -> None:
+        """`token`: what proxies of remote servers ask for."""
+        self.launcher, self._token = launcher, token
+
+    async def start(self, process: str, arguments: Sequence[str], env: Mapping[str, str]) -> StartedProcess:
+        words, env = list(arguments), dict(env)
+        if self.launcher.is_remote(process):
+            # On a remote machine 127.0.0.1 stands for that machine's own address.
+            words += ["--bind", "127.0.0.1:0"]
+            # Through the environment: command lines are readable by every user of the machine.
+            env["UNDERSTUDY_TOKEN"] = self._token
+        return await self.launcher.start(process, HOST_MODULE, words, env)
+
+    def endpoint(self, process: str, child: StartedProcess) -> Endpoint:
+        if "socket" in child.ready:
+            return Endpoint(child.ready["url"], socket=child.ready["socket"])
+        shares = self.launcher.shares_memory(process)
+        return Endpoint(child.ready["url"], token=self._token, shares_memory=shares)
+
+
+def cpu_environment() -> dict[str, str]:
+    """What a server on a CPU gets unless the environment has it already."""
+    return {key: value for key, value in _CPU_DEFAULTS.items() if key not in os.environ}
+
+
+def cpu_options(options: Sequence[str]) -> list[str]:
+    return [*options, *([] if _EAGER in options else [_EAGER])]
