@@ -105,9 +105,7 @@ def from_trl(source: Source) -> Draft:
     draft = Draft(keys, "TRL", notes=list(source.notes))
     gkd = _is_gkd(draft, source)
     if gkd:
-        draft.notes.append(
-            "rows that end with an assistant message are refused: drop that message, the student writes its own"
-        )
+        draft.notes.append("of rows that end with an assistant message the student answers what comes before it")
     _models(draft)
     _data(draft)
     _loss(draft, gkd)

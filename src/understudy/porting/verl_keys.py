@@ -142,6 +142,9 @@ NOT_NEEDED: dict[str, str] = {
     "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_seconds",
     "async_training.use_trainer_do_validate": "the engines evaluate",
     "async_training.require_batches": "part of trainer.batch_size",
+    "async_training.use_rollout_log_probs": "every row keeps the probabilities it was written with",
+    "async_training.dynamic_schedule_*": "use_dynamic_resource_scheduling is off",
+    "async_training.concurrent_samples_per_replica": "vLLM bounds the requests it decodes together; rollout.max_batch does so for engine = 'hf'",
     "rollout.n": "actor_rollout_ref.rollout.n counts",
 }  # fmt: skip
 
@@ -194,7 +197,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.rollout_correction.loss_type": ((*OFF, "ppo_clip"), "the clipped policy loss is the only one"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (OFF, "weights are not normalised over the batch"),
     "distillation.distillation_loss.policy_loss_mode": ((*OFF, "vanilla"), "the clipped policy loss is the only one"),
-    "distillation.teacher_models.*.inference.expert_parallel_size": ((*OFF, 1), "experts are not sharded: raise teachers.NAME.tensor_parallel for dense teachers, or serve the teacher with vLLM and placement = 'external'"),
+    "distillation.teacher_models.*.inference.expert_parallel_size": ((*OFF, 1), "experts are not dealt out over devices: teachers.NAME.tensor_parallel cuts every expert (docs/models.md says for which families); or serve the teacher with vLLM and placement = 'external'"),
     "distillation.teacher_models.*.inference.data_parallel_size": ((*OFF, 1), "raise teachers.NAME.replicas"),
     "distillation.teacher_models.*.inference.pipeline_model_parallel_size": ((*OFF, 1), "serve the teacher with vLLM and teachers.NAME.placement = 'external'"),
     "distillation.teacher_models.*.inference.quantization": (OFF, "serve the teacher with vLLM and teachers.NAME.placement = 'external'"),

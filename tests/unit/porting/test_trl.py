@@ -67,6 +67,13 @@ def test_values_and_defaults(program: str, keys: dict[str, Any], wanted: dict[st
     assert {key: found.get(key) for key in wanted} == wanted
 
 
+def test_a_chat_that_ends_with_its_answer_is_told_as_it_is_read() -> None:
+    notes = draft_of("GKDConfig").notes
+    assert any("answers what comes before it" in one for one in notes) and not any(
+        "refused" in one for one in notes
+    )
+
+
 def test_lora_with_its_own_defaults_is_still_lora() -> None:
     assert recipe_of("DistillationConfig", use_peft=True)["student.lora.rank"] == 16
 

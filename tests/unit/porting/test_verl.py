@@ -302,6 +302,24 @@ def test_fully_async(kind: str) -> None:
     assert "trainer.mini_batch_size" not in found and "trainer.passes" not in found
 
 
+def test_every_key_of_the_asynchronous_trainer_is_known() -> None:
+    """Those of verl 0.9.1's own file."""
+    keys = {
+        "staleness_threshold": 0.1,
+        "trigger_parameter_sync_step": 4,
+        "require_batches": 1,
+        "partial_rollout": True,
+        "use_trainer_do_validate": False,
+        "use_dynamic_resource_scheduling": False,
+        "dynamic_schedule_policy": "default",
+        "dynamic_schedule_deactivate_ratio": 0.3,
+        "dynamic_schedule_enable_rebalance": True,
+        "concurrent_samples_per_replica": 16,
+    }
+    draft = draft_of(ONE_TEACHER | {f"async_training.{key}": value for key, value in keys.items()})
+    assert not [entry for entry in draft.entries.values() if entry.verdict is Verdict.UNSUPPORTED]
+
+
 def test_several_machines_are_pools_on_ray() -> None:
     found = recipe_of(
         ONE_TEACHER | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, "distillation.nnodes": 2}
@@ -327,7 +345,7 @@ def test_several_machines_are_pools_on_ray() -> None:
         ("trainer.test_freq", 5, Verdict.UNSUPPORTED, "data.reward"),
         ("trainer.project_name", "p", Verdict.UNSUPPORTED, "WANDB_PROJECT"),
         ("trainer.total_epochs", "$EPOCHS", Verdict.UNSUPPORTED, "expected a number"),
-        (f"{TEACHER}.inference.expert_parallel_size", 8, Verdict.UNSUPPORTED, "external"),
+        (f"{TEACHER}.inference.expert_parallel_size", 8, Verdict.UNSUPPORTED, "teachers.NAME.tensor_parallel cuts every expert"),
         (f"{TEACHER}.inference.gpu_memory_utilization", 0.5, Verdict.NOT_NEEDED, "only scores"),
         (f"{LOSS}.log_prob_min_clamp", -10.0, Verdict.NOT_NEEDED, "forward_kl_topk"),
         ("distillation.teacher_key", "data_source", Verdict.NOT_NEEDED, "one teacher"),
