@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,5 +14,5 @@ class RunOutcome:
     dir: Path
     steps: int
     """Steps taken, including earlier launches of the same run."""
-    metrics: list[dict[str, Any]]
-    """Every line of metrics.jsonl."""
+    metrics: list[dict[str, Any]] = field(repr=False)
+    """Every line of metrics.jsonl; not in the `repr`, which a notebook shows."""

@@ -59,6 +59,7 @@ def test_one_teacher_for_other_rows_is_said_before_anything_starts(
 def test_rows_and_rewards_as_objects_outlive_the_call(distill: Callable[..., understudy.Run]) -> None:
     run = distill(eval_data=rows("sort", 4), reward=half_right)
     assert run.status == "finished" and run.last["val/accuracy"] == 0.5
+    assert repr(run) == f"Run(dir={run.dir!r}, steps=2)"  # a notebook shows it
     more = run.resume(progress=False, trainer__steps=3)
     assert more.steps == 3 and audit(run.dir).per_step == {1: 8, 2: 8, 3: 8}
     moved = understudy.Run.open(run.dir.rename(run.dir.with_name("moved")))
