@@ -56,7 +56,7 @@ from understudy.policy.optim.adamw import MasterAdamW, assign
 from understudy.policy.optim.ema import WeightAverage
 from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_step
 from understudy.policy.ranks.shard import Ranks, SingleRank, whole
-from understudy.policy.rows import hold_rows, row_sums, trainable_rows
+from understudy.policy.rows import hold_rows, row_sums, trainable_rows, without_graph
 from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch import Batch
@@ -191,7 +191,7 @@ class Policy:
                 outputs = self.accumulate(assembler, plan, objective, head_start, watch)
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
-                loss, row_losses = float(sums[0]), sums[1:].tolist()
+                loss, (row_losses, row_distill) = float(sums[0]), sums[1:].view(2, -1).tolist()
                 self.optimizer.check_reach()
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -219,6 +219,7 @@ class Policy:
             loss_tokens=int(assembler.loss_offsets[-1]),
             micro_batches=plan.rounds,
             row_losses=tuple(row_losses),
+            row_distill=tuple(row_distill),
             row_tokens=tuple(assembler.loss_offsets.diff().tolist()),
             seconds={
                 "ahead": ahead,
@@ -369,7 +370,7 @@ class Policy:
             # FSDP averages gradients over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
-                outputs.append(replace(output, loss=loss.detach(), columns={}))
+                outputs.append(without_graph(output, loss))
         return outputs
 
     def _accumulate_side_by_side(
@@ -389,9 +390,7 @@ class Policy:
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             watched = objective if watch is None else watch.around(objective, micro)
             loss, output = self.forward(micro, watched, known_NH=known_NH)
-            return replace(output, loss=loss.detach(), columns={}), torch.autograd.grad(
-                loss, weights, allow_unused=True
-            )
+            return without_graph(output, loss), torch.autograd.grad(loss, weights, allow_unused=True)
 
         outputs = []
         for first in range(0, len(plan.mine), self.lanes.count):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from understudy.errors import PolicyError, RowsUnreachable, UnderstudyError
@@ -10,6 +12,9 @@ from understudy.policy.plan import Plan
 from understudy.policy.ranks.shard import Ranks
 from understudy.types.batch import Batch
 from understudy.types.loss import LossOutput
+
+_DISTILL = "distill"
+"""The column of `losses/per_token.py` with the distillation term."""
 
 
 def trainable_rows(assembler: Assembler, context_length: int) -> list[int]:
@@ -50,13 +55,24 @@ def _check_ids(batch: Batch, vocab_size: int) -> None:
         )
 
 
+def without_graph(output: LossOutput, loss: torch.Tensor) -> LossOutput:
+    """The output with its loss detached, and of its columns only those that `row_sums` reads."""
+    columns = {name: output.columns[name] for name in (_DISTILL,) if name in output.columns}
+    return replace(output, loss=loss.detach(), columns=columns)
+
+
 def row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> torch.Tensor:
-    """float64 [1 + rows]: the loss of this rank's micro-batches, then the per-token losses summed by row."""
+    """float64 [1 + 2 · rows]: the loss of this rank's micro-batches, the per-token losses summed by row, and
+    the same of the distillation term alone, before its coefficient (0 if the objective has none)."""
     counts = assembler.loss_offsets.diff()
-    sums = torch.zeros(1 + len(counts), dtype=torch.float64)
+    sums = torch.zeros(1 + 2 * len(counts), dtype=torch.float64)
     if outputs:
         sums[0] = torch.stack([output.loss for output in outputs]).double().sum()
-        values_N = torch.cat([output.per_token_N.detach() for output in outputs]).to("cpu", torch.float64)
+        losses_N = torch.cat([output.per_token_N.detach() for output in outputs])
+        found_N = [output.columns[_DISTILL] for output in outputs if _DISTILL in output.columns]
+        distill_N = torch.cat(found_N) if found_N else torch.zeros_like(losses_N)
+        values_2N = torch.stack([losses_N, distill_N]).to("cpu", torch.float64)
         rows = torch.tensor([row for group in plan for row in group])
-        sums.index_add_(0, 1 + rows.repeat_interleave(counts[rows]), values_N)
+        at_N = 1 + rows.repeat_interleave(counts[rows])
+        sums.index_add_(0, torch.cat([at_N, at_N + len(counts)]), values_2N.flatten())
     return sums

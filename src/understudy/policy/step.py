@@ -63,6 +63,8 @@ class StepResult:
     micro_batches: int
     row_losses: tuple[float, ...]
     """Σ of each row's per-token losses before reduction weights, in the batch's row order; 0 where a row bears no loss."""
+    row_distill: tuple[float, ...]
+    """The same of the distillation term alone, before its coefficient."""
     row_tokens: tuple[int, ...]
     """Loss-bearing tokens of each row."""
     seconds: Mapping[str, float]

@@ -105,7 +105,9 @@ def from_trl(source: Source) -> Draft:
     draft = Draft(keys, "TRL", notes=list(source.notes))
     gkd = _is_gkd(draft, source)
     if gkd:
-        draft.notes.append("of rows that end with an assistant message the student answers what comes before it")
+        draft.notes.append(
+            "of rows that end with an assistant message the student answers what comes before it"
+        )
     _models(draft)
     _data(draft)
     _loss(draft, gkd)

@@ -64,7 +64,7 @@ def weights(run: understudy.Run, step: int) -> dict[str, Any]:
             "rollout__overlong_buffer": 3,
             "rollout__max_new_tokens": 4,
         },
-        {"loss": {"task_coef": 1.0, "topk": 8}, "teachers": None},
+        {"loss": {"task_coef": 1.0, "topk": 8, "distill_coef": 0.3}, "teachers": None},
         {
             "loss": {**ALONE, "advantage": "gae", "lam": 0.95, "kl_coef": 0.1, "kl_in": "reward"},
             "critic": {"model": TEACHER, "learning_rate": 1e-3, "only_steps": 1},
@@ -99,6 +99,11 @@ def test_objectives_learn_and_balance_their_books(recipe: Make, changes: dict[st
     if "rollout__overlong" in changes:
         assert 0 < line["response_length/clip_ratio"] < 1
         assert line["critic/rewards/mean"] < line["critic/score/mean"]
+    if table["teachers"]:
+        kl = [line[f"teacher/{name}/kl"] for name in table["teachers"] if f"teacher/{name}/kl" in line]
+        assert min(kl) - 1e-6 <= line["actor/distillation/loss"] <= max(kl) + 1e-6, (
+            "the term alone, before its coefficient"
+        )
     if updates > 1:
         # Nothing but rounding lies between this engine and its trainer.
         assert 0 <= line["rollout_corr/k3_kl"] < 1e-6 and line["rollout_corr/abs_diff_max"] < 1e-2

@@ -61,7 +61,7 @@ def told_of_result(result: StepResult) -> dict[str, Any]:
 
 def result_from(told: Mapping[str, Any]) -> StepResult:
     metrics = {name: _KINDS[kind](**numbers) for name, (kind, numbers) in told["metrics"].items()}
-    rows = {name: tuple(told[name]) for name in ("row_losses", "row_tokens")}
+    rows = {name: tuple(told[name]) for name in ("row_losses", "row_distill", "row_tokens")}
     return StepResult(**{**told, **rows, "metrics": metrics})
 
 

@@ -54,10 +54,12 @@ def combine(parts: Sequence[tuple[list[int], StepResult]], rows_in_batch: int) -
     first, count = results[0], len(results)
     if count == 1 and len(parts[0][0]) == rows_in_batch:
         return first
-    losses, seen, tokens = [0.0] * rows_in_batch, [0] * rows_in_batch, [0] * rows_in_batch
+    losses, distill = [0.0] * rows_in_batch, [0.0] * rows_in_batch
+    seen, tokens = [0] * rows_in_batch, [0] * rows_in_batch
     for rows, result in parts:
         for place, row in enumerate(rows):
             losses[row] += result.row_losses[place]
+            distill[row] += result.row_distill[place]
             tokens[row] = result.row_tokens[place]
             seen[row] += 1
     return replace(
@@ -70,6 +72,7 @@ def combine(parts: Sequence[tuple[list[int], StepResult]], rows_in_batch: int) -
         loss_tokens=sum(result.loss_tokens for result in results),
         micro_batches=sum(result.micro_batches for result in results),
         row_losses=tuple(loss / max(times, 1) for loss, times in zip(losses, seen, strict=True)),
+        row_distill=tuple(part / max(times, 1) for part, times in zip(distill, seen, strict=True)),
         row_tokens=tuple(tokens),
         seconds={name: sum(result.seconds[name] for result in results) for name in first.seconds},
         updates=count,

@@ -157,6 +157,7 @@ def _nothing_to_learn(learner: Learner, batch: BatchRef) -> StepResult:
         loss_tokens=0,
         micro_batches=0,
         row_losses=(0.0,) * len(batch),
+        row_distill=(0.0,) * len(batch),
         row_tokens=(0,) * len(batch),
         seconds={},
         updates=0,
@@ -178,5 +179,5 @@ def step_metrics(result: StepResult, batch: BatchRef) -> dict[str, float]:
         tokens = sum(result.row_tokens[i] for i in rows)
         metrics[f"teacher/{teacher}/rows"] = float(len(rows))
         metrics[f"teacher/{teacher}/share"] = len(rows) / len(batch)
-        metrics[f"teacher/{teacher}/kl"] = sum(result.row_losses[i] for i in rows) / max(tokens, 1)
+        metrics[f"teacher/{teacher}/kl"] = sum(result.row_distill[i] for i in rows) / max(tokens, 1)
     return metrics

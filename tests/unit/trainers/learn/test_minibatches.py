@@ -59,8 +59,9 @@ def result(loss: float, rows: tuple[float, ...], total: float, tokens: int) -> S
         "mean": MetricSum(total, float(tokens)),
         "loss": MetricTotal(loss),
     }
+    distill = tuple(row / 2 for row in rows)
     return StepResult(
-        4, loss, 2 * loss, 0.1, metrics, 10, tokens, 1, rows, (2,) * len(rows), {"compute": 1.0}
+        4, loss, 2 * loss, 0.1, metrics, 10, tokens, 1, rows, distill, (2,) * len(rows), {"compute": 1.0}
     )
 
 
@@ -75,6 +76,7 @@ def test_results_of_a_step_add_up() -> None:
     whole = combine(parts, rows_in_batch=3)
     assert (whole.step, whole.loss, whole.grad_norm, whole.updates) == (4, 3.0, 6.0, 4)
     assert whole.row_losses == (3.0, 0.0, 4.0) and whole.row_tokens == (2, 0, 2)
+    assert whole.row_distill == (1.5, 0.0, 2.0)
     assert whole.metrics["loss"].result() == 3.0
     assert whole.metrics["mean"].result() == pytest.approx(16 / 12), "a token weighs the same in every update"
     assert whole.tokens == 40 and whole.seconds == {"compute": 4.0}
