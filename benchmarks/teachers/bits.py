@@ -49,21 +49,21 @@ def main() -> None:
     lines = [json.loads(line) for line in options.text.read_text().splitlines()[: options.rows]]
     texts = [f"{one['question']}\n{one['answer']}" for one in lines]
     tokens = [np.array(tokenizer(text)["input_ids"][: options.length], np.int32) for text in texts]
-    full = load_frozen(options.model, dtype=options.dtype, device=options.device)
     rows: list[Row] = []
     for bits in options.bits:
-        rows += compared(full, Bits(bits), tokens, options)
+        rows += compared(Bits(bits), tokens, options)
     for row in rows:
         print(f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}")
     where = torch.cuda.get_device_name().replace(" ", "-").lower() if options.device != "cpu" else cpu_name()
     save("teacher_bits", where, rows, options.out)
 
 
-def compared(
-    full: FrozenModel, bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace
-) -> list[Row]:
+def compared(bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace) -> list[Row]:
+    full = load_frozen(options.model, dtype=options.dtype, device=options.device)
     host = load_frozen(options.model, dtype=options.dtype)
     small, fixed = quantized(host, bits, options.device, float("inf"))
+    # Before the scorers change the attention of both models to a packed one, which a plain forward cannot call.
+    kl_N, apart_N = distances(full, small, tokens)
     items = [
         ScoreItem(f"row-{i}", row, np.arange(1, len(row), dtype=np.int32), Signal.TOPK, k=32)
         for i, row in enumerate(tokens)
@@ -82,7 +82,6 @@ def compared(
             scorer.score(request)  # returns arrays on the host
             seconds[place].append(time.perf_counter() - begun)
     rates = [count / statistics.median(one) for one in seconds]
-    kl_N, apart_N = distances(full, small, tokens)
     name, peer = f"{Path(options.model).name}, {bits}", f"{options.dtype} weights"
     weights = [bytes_of(one) for one in (small, full)]
     speed, memory = rates[1] / rates[0], weights[0] / weights[1]
