@@ -48,7 +48,7 @@ MUTATIONS = {
     ),
     "no validation": Mutation(
         "teacher/clients/native.py",
-        "        check_reply(request, reply, origin)\n",
+        "        check_reply(request, reply, sender)\n",
         "",
         f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
     ),

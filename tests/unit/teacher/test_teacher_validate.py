@@ -8,14 +8,14 @@ import pytest
 from teacher_rig import VOCAB, random_items
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.clients.validate import Origin, check_reply
+from understudy.teacher.clients.validate import Sender, check_reply
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import Signal
 
 K = 5
-ORIGIN = Origin("math", "replica-7", VOCAB)
+ORIGIN = Sender("math", "replica-7", VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from understudy.teacher.clients.prompt_logprobs import (
     from_prompt_logprobs,
     from_return_logprob,
 )
-from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
+from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.manifest import Batching, Limits, Manifest
 from understudy.teacher.pool.together import together
 from understudy.teacher.protocol import ScoreReply, request_of
@@ -229,7 +229,7 @@ class CompletionsClient:
             hidden=np.empty(0, np.uint16),
         )
         vocab = 0 if self._usable is not None else self._vocab_size
-        check_reply(request, reply, Origin(self._channel.teacher, self._channel.replica, vocab))
+        check_reply(request, reply, Sender(self._channel.teacher, self._channel.replica, vocab))
         scores = reply.split()
         if self._usable is not None:
             check_candidates_usable(scores, self._usable, self._channel.name)

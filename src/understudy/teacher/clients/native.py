@@ -15,7 +15,7 @@ from understudy.errors import TeacherReplyError
 from understudy.media.store import MediaStore
 from understudy.serving.client import Reply
 from understudy.teacher.clients.http import Channel, MediaMissing, RequestRefused, ServerFailed
-from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
+from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.head_frame import WireHead, decode_head
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.protocol import (
@@ -106,8 +106,8 @@ class ReplicaClient:
             raise TeacherReplyError(f"{self._channel.name}, row {items[0].key!r} …: {error}") from error
         vocab = manifest.vocab_size if request.usable is None else request.usable.limit
         reply = replace(reply, teacher=self._channel.teacher or reply.teacher)
-        origin = Origin(reply.teacher, self._channel.replica, vocab)
-        check_reply(request, reply, origin)
+        sender = Sender(reply.teacher, self._channel.replica, vocab)
+        check_reply(request, reply, sender)
         scores = reply.split()
         if usable is not None and not manifest.leaves_out_ids:
             check_candidates_usable(scores, usable, self._channel.name)

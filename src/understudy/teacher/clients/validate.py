@@ -35,7 +35,7 @@ Wrong = Callable[..., TeacherReplyError]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Sender:
     """The sender of a reply."""
 
     teacher: str
@@ -44,13 +44,13 @@ class Origin:
     """Ids are below this; 0 if the backend does not report it."""
 
 
-def check_reply(request: ScoreRequest, reply: ScoreReply, origin: Origin) -> None:
+def check_reply(request: ScoreRequest, reply: ScoreReply, sender: Sender) -> None:
     """Raise `TeacherReplyError` unless the reply is a valid answer to the request."""
 
     def wrong(what: str, row: int | None = None, position: int | None = None) -> TeacherReplyError:
         place = "" if row is None else f", row {request.keys[row]!r}"
         place += "" if position is None else f", position {position}"
-        return TeacherReplyError(f"teacher {origin.teacher}, replica {origin.replica}{place}: {what}")
+        return TeacherReplyError(f"teacher {sender.teacher}, replica {sender.replica}{place}: {what}")
 
     _check_shape(request, reply, wrong)
     _check_echo(request, reply, wrong)
@@ -63,7 +63,7 @@ def check_reply(request: ScoreRequest, reply: ScoreReply, origin: Origin) -> Non
 
     _check_sampled(reply, first, wrong)
     if any(request.k_N):
-        _check_candidates(request, reply, origin, rows_P, wrong)
+        _check_candidates(request, reply, sender, rows_P, wrong)
     if len(reply.hidden):
         _check_hidden(request, reply, rows_P, wrong)
 
@@ -118,7 +118,7 @@ def _check_sampled(
 
 
 def _check_candidates(
-    request: ScoreRequest, reply: ScoreReply, origin: Origin, rows_P: np.ndarray, wrong: Wrong
+    request: ScoreRequest, reply: ScoreReply, sender: Sender, rows_P: np.ndarray, wrong: Wrong
 ) -> None:
     """Candidates are checked as [positions, K] blocks, one per distinct K; usually there is one."""
     k_P = np.array(request.k_N)[rows_P]
@@ -137,7 +137,7 @@ def _check_candidates(
                 sampled_P=reply.sampled_P[chosen],
             )
             named_PK = None if is_topk else _rows(request.ids, named_starts_P[chosen], k)
-            for what, bad_P in block.problems(named_PK, origin.vocab):
+            for what, bad_P in block.problems(named_PK, sender.vocab):
                 if bad_P.any():
                     at = int(bad_P.argmax())
                     place = int(chosen[at])

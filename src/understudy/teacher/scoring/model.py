@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.nn.rotary_border import rotary_border
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 
+_HASHING_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,15 +107,20 @@ def looks_like_folder(path: str) -> bool:
 
 
 def weights_sha256(model: Any) -> str:
-    """A digest of every tensor's name, type, shape and bytes; it does not depend on how files store them."""
-    total = hashlib.sha256()
+    """A digest of the digests of all tensors, in the order of their names; it does not depend on how files store them.
+    Tensors are read by several threads: one alone needs seconds for a model of some billions of weights."""
     state = model.state_dict()
-    for name in sorted(state):
-        tensor = state[name].detach()
-        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        for part in tensor.reshape(-1).contiguous().view(torch.uint8).split(64 << 20):
-            total.update(part.cpu().numpy())
-    return total.hexdigest()
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        found = threads.map(lambda name: _tensor_digest(name, state[name]), sorted(state))
+        return hashlib.sha256(b"".join(found)).hexdigest()
+
+
+def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+    """Of its name, type, shape and bytes."""
+    total = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+    for part in tensor.detach().reshape(-1).contiguous().view(torch.uint8).split(64 << 20):
+        total.update(part.cpu().numpy())
+    return total.digest()
 
 
 def vocabulary_of(model: str, revision: str | None = None) -> Vocabulary:
