@@ -19,26 +19,25 @@ from pathlib import Path
 
 import torch
 from supervise import supervise, train_tower
-from vision_chat import build_model, save_model
+from vision_chat import build_model, chat_of, save_model
 
 from shapes import Row, Scene, answers, best_constant, blank, draw_scene, png, rows, swapped
 from understudy.policy.supervised import Schedule
 
 HERE = Path(__file__).resolve().parent
-SPLITS = {"train": 3000, "valid": 300, "test": 600}
-PROMPTS = 1280
-"""Rows of train.jsonl. The student's first training uses all rows of the split, with swapped pictures."""
+HELD_OUT = {"valid": 300, "test": 600}
 TEACHER_LAYERS, STUDENT_LAYERS = 3, 2
 
 
-def make_data(out: Path) -> dict[str, list[Row]]:
-    """Splits share no picture: all of them come from one sequence without repetitions."""
+def make_data(out: Path, train: int = 3000, prompts: int = 1280) -> dict[str, list[Row]]:
+    """Splits share no picture: all of them come from one sequence without repetitions. `prompts`: rows of
+    train.jsonl; the student's first training uses all rows of the split, with swapped pictures."""
     source = rows("splits")
-    splits = {name: list(islice(source, count)) for name, count in SPLITS.items()}
-    prompts, test = splits["train"][:PROMPTS], splits["test"]
+    splits = {name: list(islice(source, count)) for name, count in {"train": train, **HELD_OUT}.items()}
+    prompted, test = splits["train"][:prompts], splits["test"]
     controls = {
-        "train": prompts,
-        "blank": blank(prompts),
+        "train": prompted,
+        "blank": blank(prompted),
         "test-blank": blank(test),
         "test-swapped": swapped(test),
     }
@@ -77,19 +76,20 @@ def main() -> None:
     splits = make_data(given.out / "data")
 
     teacher = build_model(TEACHER_LAYERS, seed=1)
+    chat = chat_of(teacher)
     held_out = {row.picture for name in ("valid", "test") for row in splits[name]}
     scenes = teacher_scenes(given.scenes, held_out)
     asked = [Row(png(scene), *pair) for scene in scenes for pair in answers(scene).items()]
     print(f"teacher: {teacher.num_parameters():,} parameters, {len(asked)} questions", flush=True)
-    train_tower(teacher, scenes, given.tower_steps)
-    supervise(teacher, asked, Schedule(given.teacher_steps, {"all": 64}, seed=1, learning_rate=3e-3))
+    train_tower(teacher, chat, scenes, given.tower_steps)
+    supervise(teacher, chat, asked, Schedule(given.teacher_steps, {"all": 64}, seed=1, learning_rate=3e-3))
     save_model(teacher, given.out / "models" / "teacher")
 
     student = build_model(STUDENT_LAYERS, seed=2)
     student.model.visual.load_state_dict(teacher.model.visual.state_dict())
     print(f"student: {student.num_parameters():,} parameters", flush=True)
     schedule = Schedule(given.student_steps, {"all": 64}, seed=2, learning_rate=1e-3)
-    supervise(student, swapped(splits["train"]), schedule)
+    supervise(student, chat, swapped(splits["train"]), schedule)
     save_model(student, given.out / "models" / "student")
 
 

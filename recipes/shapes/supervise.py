@@ -1,67 +1,88 @@
 """Supervised training of the vision tower on cells, and of the language part on questions about pictures.
 
-Shape letters: B rows, T tokens, P patches of a picture.
+Works for the families that `VisionChat` knows. A model is trained on the device it is on; on a GPU in bfloat16 over
+float32 weights. Shape letters: B rows, T tokens.
 """
 
 import time
 from collections.abc import Sequence
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from transformers import Qwen3VLForConditionalGeneration
-from vision_chat import IMAGE, build_tokenizer, image_processor
 
 from shapes import CELLS, CLASSES, SIDE, Row, Scene, cells, png
-from understudy.media.pictures import decoded
-from understudy.nn.vision import freeze_vision
+from understudy.media.processor import QWEN, PictureProcessor
+from understudy.nn.vision import freeze_vision, vision_parameters
 from understudy.policy.supervised import IGNORED, Encoded, Schedule, pad_rows
 
-
-@cache
-def prompt_ids(question: str) -> tuple[int, ...]:
-    """The tokens of a prompt; all pictures have one size, and so one number of tokens."""
-    tokenizer, images = build_tokenizer(), image_processor()
-    parts = [{"type": "image"}, {"type": "text", "text": question}]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
-    )
-    count = images.get_number_of_image_patches(SIDE, SIDE, {}) // images.merge_size**2
-    return tuple(tokenizer.encode(text.replace(IMAGE, IMAGE * count), add_special_tokens=False))
+_PICTURES_AT_ONCE = 64
 
 
-def encode(rows: Sequence[Row]) -> tuple[Encoded, list[bytes], torch.Tensor]:
-    """Rows, the pictures that they name, and which of them each row names. Loss only on the answer and its
-    <eos>."""
-    tokenizer = build_tokenizer()
-    places: dict[bytes, int] = {}
-    encoded = []
-    for row in rows:
-        places.setdefault(row.picture, len(places))
-        prompt = prompt_ids(row.question)
-        said = [*tokenizer.encode(row.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        encoded.append(([*prompt, *said], [False] * len(prompt) + [True] * len(said)))
-    picture_B = torch.tensor([places[row.picture] for row in rows])
-    return pad_rows(encoded, tokenizer.pad_token_id), list(places), picture_B
+@dataclass(frozen=True)
+class VisionChat:
+    """How a model reads rows: its tokenizer, and its way of cutting pictures. All pictures have one size."""
+
+    tokenizer: Any
+    pictures: PictureProcessor
+
+    def prompt_ids(self, question: str) -> list[int]:
+        parts = [{"type": "image"}, {"type": "text", "text": question}]
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+        )
+        text = text.replace(self.pictures.image_token, self.pictures.text_of((SIDE, SIDE)))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode(self, rows: Sequence[Row]) -> tuple[Encoded, list[bytes], torch.Tensor]:
+        """Rows, the pictures that they name, and which of them each row names. Loss only on the answer and
+        its <eos>."""
+        places: dict[bytes, int] = {}
+        prompts = {question: self.prompt_ids(question) for question in {row.question for row in rows}}
+        encoded = []
+        for row in rows:
+            places.setdefault(row.picture, len(places))
+            prompt = prompts[row.question]
+            said = [
+                *self.tokenizer.encode(row.answer, add_special_tokens=False),
+                self.tokenizer.eos_token_id,
+            ]
+            encoded.append(([*prompt, *said], [False] * len(prompt) + [True] * len(said)))
+        picture_B = torch.tensor([places[row.picture] for row in rows])
+        return pad_rows(encoded, self.tokenizer.pad_token_id), list(places), picture_B
+
+    def pixels(self, pictures: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """The model's arrays, by name; the first axis counts pictures."""
+        made = [self.pictures.process(one) for one in pictures]
+        return {name: torch.stack([torch.from_numpy(one[name]) for one in made]) for name in made[0]}
 
 
-def train_tower(model: Qwen3VLForConditionalGeneration, scenes: Sequence[Scene], steps: int) -> None:
+def train_tower(
+    model: Any, chat: VisionChat, scenes: Sequence[Scene], steps: int, rows: int = 32, rate: float = 2e-3
+) -> None:
     """Trains the vision tower to tell, from each of a picture's tokens, what is in that cell and which it is."""
-    pixels, labels_PC = (
-        _pixels([png(scene) for scene in scenes]),
-        torch.tensor([cells(one) for one in scenes]),
+    device = next(model.parameters()).device
+    pixels = {name: one.to(device) for name, one in chat.pixels([png(scene) for scene in scenes]).items()}
+    labels_PC = torch.tensor([cells(one) for one in scenes], device=device)
+    generator = torch.Generator().manual_seed(0)
+    kinds, width = (
+        1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())),
+        model.config.get_text_config().hidden_size,
     )
-    visual, generator = model.model.visual, torch.Generator().manual_seed(0)
-    heads = [torch.nn.Linear(visual.config.out_hidden_size, CLASSES + CELLS**2) for _ in range(2)]
-    parameters = [*visual.parameters(), *(one for head in heads for one in head.parameters())]
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01)
+    heads = [torch.nn.Linear(width, CLASSES + CELLS**2).to(device) for _ in range(kinds)]
+    parameters = [*vision_parameters(model), *(one for head in heads for one in head.parameters())]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (1.0 - step / steps)
-        index_B = torch.randint(len(scenes), (32,), generator=generator)
-        pooled, deepstack = _seen(model, pixels[index_B].flatten(0, 1))
-        said = [head(one).flatten(0, 1) for head, one in zip(heads, (pooled, *deepstack), strict=True)]
-        labels, places = labels_PC[index_B].flatten(), torch.arange(CELLS**2).repeat(len(index_B))
-        loss = torch.zeros(())
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * (1.0 - step / steps)
+        index_B = torch.randint(len(scenes), (rows,), generator=generator).to(device)
+        with _narrow(device):
+            seen = _seen(model, {name: one[index_B] for name, one in pixels.items()})
+        said = [head(one.float()).flatten(0, 1) for head, one in zip(heads, seen, strict=True)]
+        labels = labels_PC[index_B].flatten()
+        places = torch.arange(CELLS**2, device=device).repeat(len(index_B))
+        loss = torch.zeros((), device=device)
         for one in said:
             loss = loss + torch.nn.functional.cross_entropy(one[:, :CLASSES], labels)
             loss = loss + torch.nn.functional.cross_entropy(one[:, CLASSES:], places)
@@ -73,60 +94,54 @@ def train_tower(model: Qwen3VLForConditionalGeneration, scenes: Sequence[Scene],
             print(f"  vision tower: step {step + 1}/{steps}  {right:.1%} of the cells", flush=True)
 
 
-def _pixels(pictures: Sequence[bytes]) -> torch.Tensor:
-    """float32 [pictures, P, values of a patch]."""
-    images = image_processor()
-    made = [images(images=[decoded(one)], return_tensors="pt")["pixel_values"] for one in pictures]
-    return torch.stack(made)
+def _narrow(device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def _seen(
-    model: Qwen3VLForConditionalGeneration, pixels: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Features [pictures, tokens, H], and those of the deeper way into the language part."""
-    side = SIDE // image_processor().patch_size
-    grid = torch.tensor([[1, side, side]]).repeat(len(pixels) // side**2, 1)
-    found = model.model.get_image_features(pixels, grid)
-    return torch.stack(list(found.pooler_output)), [
-        torch.stack(list(one)) for one in found.deepstack_features
-    ]
+def _seen(model: Any, pixels: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Features [pictures, tokens, H], and those of the deeper ways into the language part."""
+    if model.config.model_type in QWEN:  # one run of patches; else tiles of each picture
+        pixels = {name: one.flatten(0, 1) for name, one in pixels.items()}
+    found = model.model.get_image_features(**pixels, return_dict=True)
+    deeper = getattr(found, "deepstack_features", ())
+    return [torch.stack(list(one)) for one in (found.pooler_output, *deeper)]
 
 
-def supervise(model: Qwen3VLForConditionalGeneration, rows: Sequence[Row], schedule: Schedule) -> None:
+def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Schedule) -> None:
     """Trains the language part on `schedule.rows["all"]` rows a step; pictures go through the tower once."""
     freeze_vision(model)
-    encoded, pictures, picture_B = encode(rows)
+    device = next(model.parameters()).device
+    encoded, pictures, picture_B = chat.encode(rows)
+    pixels = chat.pixels(pictures)
+    pieces = []
     with torch.no_grad():
-        pieces = [
-            _seen(model, _pixels(pictures[i : i + 64]).flatten(0, 1)) for i in range(0, len(pictures), 64)
-        ]
-    pooled, *deepstack = (torch.cat(one) for one in zip(*((p, *d) for p, d in pieces), strict=True))
+        for start in range(0, len(pictures), _PICTURES_AT_ONCE):
+            here = slice(start, start + _PICTURES_AT_ONCE)
+            pieces.append(_seen(model, {name: one[here].to(device) for name, one in pixels.items()}))
+    pooled, *deeper = (torch.cat(one) for one in zip(*pieces, strict=True))
     generator = torch.Generator().manual_seed(schedule.seed)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=schedule.weight_decay
     )
-    side = SIDE // image_processor().patch_size
     model.train()
     started = time.monotonic()
     for step in range(schedule.steps):
         optimizer.param_groups[0]["lr"] = schedule.rate(step)
         index_B = torch.randint(len(encoded), (schedule.rows["all"],), generator=generator)
-        batch, shown_B = encoded.rows(index_B), picture_B[index_B]
+        batch, shown_B = encoded.rows(index_B), picture_B[index_B].to(device)
         features = SimpleNamespace(
             pooler_output=tuple(pooled[shown_B]),
-            deepstack_features=[tuple(one[shown_B]) for one in deepstack],
+            deepstack_features=[tuple(one[shown_B]) for one in deeper],
         )
-        model.model.rope_deltas = None
-        logits_BTV = model(
-            input_ids=batch.tokens_BT,
-            mm_encoder_outputs={"image": features},
-            image_grid_thw=torch.tensor([[1, side, side]]).repeat(len(index_B), 1),
-            mm_token_type_ids=(batch.tokens_BT == model.config.image_token_id).int(),
-            use_cache=False,
-        ).logits
+        tokens_BT = batch.tokens_BT.to(device)
+        more = _qwen(model, tokens_BT, pixels) if model.config.model_type in QWEN else {}
+        with _narrow(device):
+            logits_BTV = model(
+                input_ids=tokens_BT, mm_encoder_outputs={"image": features}, use_cache=False, **more
+            ).logits
         loss = torch.nn.functional.cross_entropy(
-            logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORED
+            logits_BTV.float().flatten(0, 1), batch.labels_BT.to(device).flatten(), ignore_index=IGNORED
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, schedule.clip)
@@ -136,3 +151,10 @@ def supervise(model: Qwen3VLForConditionalGeneration, rows: Sequence[Row], sched
             seconds = time.monotonic() - started
             print(f"  step {step + 1}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
     model.eval()
+
+
+def _qwen(model: Any, tokens_BT: torch.Tensor, pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a Qwen model computes its three rotary axes from."""
+    model.model.rope_deltas = None
+    grid = pixels["image_grid_thw"][0].repeat(len(tokens_BT), 1).to(tokens_BT.device)
+    return {"image_grid_thw": grid, "mm_token_type_ids": (tokens_BT == model.config.image_token_id).int()}

@@ -8,6 +8,7 @@ One token per word. A picture of 48 x 48 pixels has 36 patches of 8 x 8, and 9 t
 from pathlib import Path
 
 import torch
+from supervise import VisionChat
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from shapes import COLOURS, CORNERS, COUNTS, QUESTIONS, SIDE
+from understudy.media.processor import PictureProcessor
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -99,6 +101,11 @@ def build_model(layers: int, seed: int) -> Qwen3VLForConditionalGeneration:
         vision_end_token_id=ids(END),
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+def chat_of(model: Qwen3VLForConditionalGeneration) -> VisionChat:
+    tokenizer = build_tokenizer()
+    return VisionChat(tokenizer, PictureProcessor.of(model.config, image_processor(), tokenizer))
 
 
 def save_model(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:

@@ -37,15 +37,16 @@ def language_part(model: Any) -> nn.Module:
 
 def freeze_vision(model: Any) -> None:
     """Leaves only the language part and the head to be trained."""
-    for parameter in _vision_part(model):
+    for parameter in vision_parameters(model):
         parameter.requires_grad_(False)
 
 
 def is_vision_frozen(model: Any) -> bool:
-    return not any(parameter.requires_grad for parameter in _vision_part(model))
+    return not any(parameter.requires_grad for parameter in vision_parameters(model))
 
 
-def _vision_part(model: Any) -> list[nn.Parameter]:
+def vision_parameters(model: Any) -> list[nn.Parameter]:
+    """Those of the vision tower and of its way into the language part."""
     others = {id(one) for one in language_part(model).parameters()}
     others |= {id(one) for one in model.get_output_embeddings().parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in others]
