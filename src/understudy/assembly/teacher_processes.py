@@ -141,6 +141,8 @@ class LocalTeachers:
         if teacher.quantize is not None:
             arguments += ["--quantize", teacher.quantize]
             arguments += ["--quantize-tolerance", str(teacher.quantize_tolerance)]
+        if teacher.offload:
+            arguments += ["--offload", str(teacher.offload)]
         if teacher.context_length is not None:
             arguments += ["--max-length", str(teacher.context_length)]
         if teacher.revision is not None:

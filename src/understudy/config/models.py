@@ -127,6 +127,9 @@ class TeacherConfig(Section):
     compute capability 8.9 on). A replica measures at its start what that changes."""
     quantize_tolerance: Annotated[float, Field(gt=0)] = 0.05
     """Nats of KL that `quantize` may change on the fixed tokens; a replica that is further off is refused."""
+    offload: Literal["all"] | Annotated[int, Field(ge=0)] = 0
+    """How many of a replica's last decoder layers stay in host memory and are copied to the GPU for every forward;
+    `all` of them. For a teacher that does not fit; scores are the same to the bit. No effect on a CPU."""
     device: Device = "auto"
     """`auto` (a GPU of its own if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other
     processes use it)."""
@@ -245,21 +248,29 @@ class TeacherConfig(Section):
                 f"`{'engine_args' if self.engine_args else 'vllm_python'}` belongs to vLLM servers that the run starts "
                 "(backend = 'vllm' without `urls`)"
             )
-        if self.quantize is not None:
-            shared = [
-                said
-                for said, holds in (
-                    (f"tensor_parallel = {self.tensor_parallel}", self.tensor_parallel > 1),
-                    (f"version = {self.version!r}", self.follows_student),
-                    ("placement = 'trainer'", self.placement == "trainer"),
-                )
-                if holds
-            ]
-            if shared:
-                raise ValueError(
-                    f"quantize = {self.quantize!r} is for replicas of one process that load a model of their own, and "
-                    f"{' and '.join(shared)} is set; leave one of the two out"
-                )
+        shared = [
+            (f"tensor_parallel = {self.tensor_parallel}", self.tensor_parallel > 1),
+            ("placement = 'trainer'", self.placement == "trainer"),
+        ]
+        if self.offload and (
+            against := _holding(
+                *shared,
+                (f"quantize = {self.quantize!r}", self.quantize is not None),
+                ("compile = true", self.compile),
+                ("device = 'cpu'", self.device == "cpu"),
+            )
+        ):
+            raise ValueError(
+                f"offload = {self.offload!r} keeps whole layers of a replica of one process in host memory and copies them to "
+                f"its GPU, and {against} is set; leave one of the two out"
+            )
+        if self.quantize is not None and (
+            against := _holding(*shared, (f"version = {self.version!r}", self.follows_student))
+        ):
+            raise ValueError(
+                f"quantize = {self.quantize!r} is for replicas of one process that load a model of their own, and "
+                f"{against} is set; leave one of the two out"
+            )
         self._check_seats()
 
     def _check_vllm(self) -> None:
@@ -306,8 +317,14 @@ class TeacherConfig(Section):
 _OF_OUR_PROCESSES = (
     "replicas", "ports", "tensor_parallel", "threads", "device", "dtype", "max_batch_tokens", "compile", "revision",
     "trust_remote_code", "attention", "quantize", "quantize_tolerance", "vllm_python", "engine_args",
+    "offload",
 )  # fmt: skip
-_OF_NATIVE_REPLICAS = ("compile", "attention", "quantize", "quantize_tolerance", "ports")
+_OF_NATIVE_REPLICAS = ("compile", "attention", "quantize", "quantize_tolerance", "offload", "ports")
+
+
+def _holding(*settings: tuple[str, bool]) -> str:
+    """Those of the settings that are made."""
+    return " and ".join(said for said, holds in settings if holds)
 
 
 def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> None:

@@ -52,6 +52,7 @@ from understudy.planning.teacher_checks import (
     contexts_fit,
     contexts_of,
     mixtures_fit,
+    offloads_fit,
     own_prompts,
     own_start_notes,
     prompts_render,
@@ -185,7 +186,7 @@ def preflight(
             problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
     if student:
         problems += _fits_vocabulary(recipe, student, "student")
-    problems += models_load(recipe, student, folders)
+    problems += models_load(recipe, student, folders) + offloads_fit(recipe.teachers, folders)
     loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
     for name in recipe.rollout.agent_options if loops else ():
         attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]

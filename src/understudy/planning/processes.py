@@ -35,7 +35,7 @@ class PlannedProcess:
     bytes: int | None
     """None for hub models, whose size is unknown before they are downloaded."""
     host_bytes: int = 0
-    """Host memory in addition to the GPU's (`trainer.offload_optimizer`)."""
+    """Host memory in addition to the GPU's (`trainer.offload_optimizer`, `teachers.NAME.offload`)."""
 
 
 def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
@@ -204,6 +204,10 @@ def _replica(
     if size is not None and teacher.quantize is not None:
         size -= ModelFolder.open(teacher.model, "model").linear_parameters * (_BYTES[teacher.dtype] - 1)
     job = f"scores rows of {teacher.key or 'every source'}"
+    host = 0
+    if size is not None and teacher.offload and seating.gpus(teacher_role(name), replica):
+        blocks, host = offloaded_bytes(teacher)
+        size += blocks
     return [
         PlannedProcess(
             f"teacher-{name}-{replica}" + (f"-rank{rank}" if rank else ""),
@@ -211,9 +215,23 @@ def _replica(
             _device(recipe, seating, teacher_role(name), replica, teacher.device, rank),
             parameters,
             size,
+            host,
         )
         for rank in range(ranks)
     ]
+
+
+def offloaded_bytes(teacher: TeacherConfig) -> tuple[int, int]:
+    """What `offload` adds to a replica's memory on its GPU (two blocks for the layers it moves, less the layers that are not
+    there), and on the host, where torch gives a block of pinned memory the size of a power of two."""
+    layers = [
+        count * _BYTES[teacher.dtype] for count in ModelFolder.open(teacher.model, "model").layer_parameters
+    ]
+    moved = layers if teacher.offload == "all" else layers[len(layers) - min(teacher.offload, len(layers)) :]
+    if not moved:
+        return 0, 0
+    pinned = sum(1 << (size - 1).bit_length() for size in moved)
+    return max(moved) * len(moved[:2]) - sum(moved), pinned
 
 
 def _device(

@@ -227,6 +227,16 @@ def bases_fit(recipe: Recipe) -> list[str]:
     ]
 
 
+def offloads_fit(teachers: Mapping[str, TeacherConfig], folders: Mapping[str, ModelFolder]) -> list[str]:
+    """Problems of teachers that keep more layers in host memory than they have."""
+    counts = {name: len(folder.layer_parameters) for name, folder in folders.items()}
+    return [
+        f"teachers.{name}.offload = {wanted}: the model has {count} layers; lower it, or set 'all'"
+        for name, count in counts.items()
+        if isinstance(wanted := teachers[name].offload, int) and wanted > count > 0
+    ]
+
+
 def signals_fit(recipe: Recipe) -> list[str]:
     """Problems of teachers whose named backend cannot give `loss.signal`; no server has to be asked."""
     signal = recipe.loss.signal

@@ -73,6 +73,7 @@ ACCEPTED: Mapping[str, str] = {
     "teachers.*.backend": _SCORED_ALIKE,
     "teachers.*.vllm_python": _SCORED_ALIKE,
     "teachers.*.engine_args": _SCORED_ALIKE,
+    "teachers.*.offload": _SCORED_ALIKE,
     "teachers.*.ports": _SCORED_ALIKE,
     "teachers.*.token_env": _SCORED_ALIKE,
     "teachers.*.tensor_parallel": _SCORED_ALIKE,

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
     parser.add_argument("--quantize", choices=["int8", "fp8"], help="linear layers in eight bits")
+    parser.add_argument(
+        "--offload", default="0", help="last decoder layers that stay in host memory: a number, or all"
+    )
     parser.add_argument("--layout", default="auto", choices=["auto", "packed", "padded"])
     parser.add_argument(
         "--batching",
@@ -91,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     if options.compile:
         arguments.append("--compile")
+    if options.offload != "0":
+        arguments += ["--offload", options.offload]
     if options.quantize:
         arguments += ["--quantize", options.quantize]
     if options.revision:

@@ -20,6 +20,7 @@ from understudy.errors import DataError
 from understudy.nn.rotary_border import rotary_border
 from understudy.teacher.vocabulary import Vocabulary
 
+_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -110,6 +111,15 @@ class ModelFolder:
             for name, shape in self._shapes.items()
             if len(shape) == 2 and not any(other in name for other in others)
         )
+
+    @property
+    def layer_parameters(self) -> list[int]:
+        """Of each decoder layer, in order."""
+        found: dict[int, int] = {}
+        for name, shape in self._shapes.items():
+            if number := _LAYER.match(name):
+                found[int(number[1])] = found.get(int(number[1]), 0) + math.prod(shape)
+        return [found[number] for number in sorted(found)]
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices

@@ -19,6 +19,7 @@ from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.replica.tensor_parallel import Place, join
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
+from understudy.teacher.scoring.offload import offloaded
 from understudy.teacher.scoring.probe import PROBE_HASH
 from understudy.teacher.scoring.quantize import Bits, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
@@ -49,6 +50,8 @@ def build_worker(
     if args.quantize is not None:
         frozen, error = quantized(frozen, Bits(args.quantize), args.device, args.quantize_tolerance)
         logger.info("%s: weights in %s: %s", args.name, args.quantize, error)
+    if _offloads(args):
+        frozen = offloaded(frozen, args.offload, args.device)
     vocabulary = vocabulary_of(args.model, args.revision)
     scorer = _scorer(args, frozen, vocabulary)
     scorer.warm_up()
@@ -123,8 +126,9 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace) -> FrozenModel:
-    # A model to be sharded or quantized is loaded on the host: it may not fit on one device.
-    device = "cpu" if args.world_size > 1 or args.quantize is not None else args.device
+    # A model to be sharded, quantized or offloaded is loaded on the host: it may not fit on one device.
+    on_host = args.world_size > 1 or args.quantize is not None or _offloads(args)
+    device = "cpu" if on_host else args.device
     return load_frozen(
         args.model,
         dtype=args.dtype,
@@ -133,6 +137,11 @@ def _loaded(args: argparse.Namespace) -> FrozenModel:
         trust_remote_code=args.trust_remote_code,
         attention=args.attention,
     )
+
+
+def _offloads(args: argparse.Namespace) -> bool:
+    """On a CPU all layers are in host memory as it is."""
+    return args.offload != "0" and torch.device(args.device).type != "cpu"
 
 
 def _scorer(args: argparse.Namespace, frozen: FrozenModel, vocabulary: Vocabulary) -> Scorer:

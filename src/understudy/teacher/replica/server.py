@@ -31,6 +31,7 @@ from understudy.teacher.replica.assemble import build_worker, follow
 from understudy.teacher.replica.follower import Follower
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import DTYPES
+from understudy.teacher.scoring.offload import ALL
 from understudy.teacher.scoring.scorer import ScorerOptions
 from understudy.weights.broadcast import gpu_id
 from understudy.weights.orders import OrderedWeights
@@ -60,6 +61,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.05,
         help="nats of KL that it may change on the fixed tokens",
     )
+    parser.add_argument(
+        "--offload", default="0", help="last decoder layers that stay in host memory: a number, or all"
+    )
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code",
@@ -80,6 +84,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_place(args: argparse.Namespace) -> None:
+    if args.offload != ALL and not args.offload.isdigit():
+        raise StartError(f"--offload {args.offload}: expected a number of layers, or all")
+    against = [
+        option
+        for option, given in (
+            ("--quantize", args.quantize is not None), ("--compile", args.compile), ("--world-size", args.world_size > 1),
+        )
+        if given
+    ]  # fmt: skip
+    if args.offload != "0" and against:
+        raise StartError(f"--offload {args.offload} with {against[0]}: leave one of the two out")
     if args.weights is not None and args.world_size > 1:
         raise StartError("--weights: a replica over several processes cannot take new weights")
     if not 0 <= args.rank < args.world_size:
