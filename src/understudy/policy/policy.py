@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError
 from understudy.media.processor import PictureReader
+from understudy.nn.compiled_layers import compile_layers
 from understudy.nn.vision import freeze_vision, is_vision
 from understudy.policy.assemble import Assembler
 from understudy.policy.bad_rows import refusal
@@ -35,7 +36,6 @@ from understudy.policy.checkpoints.state import (
     unique_tensors,
 )
 from understudy.policy.cpu.head_start import HeadStart, HeadStarts
-from understudy.policy.forward.compiled import compile_layers
 from understudy.policy.forward.forward import (
     Objective,
     StudentForward,
@@ -43,7 +43,7 @@ from understudy.policy.forward.forward import (
     choose_layout,
     sampled_logprobs,
 )
-from understudy.policy.forward.head import output_layer, verify_head
+from understudy.policy.forward.head import body_of, output_layer, verify_head
 from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.lora import (
     adapter_tensors,
@@ -109,8 +109,10 @@ class Policy:
         self.layout = choose_layout(model, settings.layout)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.compile:
-            compile_layers(model)
+        if settings.compile and not compile_layers(body_of(model)):
+            raise PolicyError(
+                f"{type(model).__name__} keeps its layers where compiling them is not supported; set student.compile = false"
+            )
         model.train()
         self.forward = StudentForward(model, settings.loss_temperature, settings.usable, pictures)
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}

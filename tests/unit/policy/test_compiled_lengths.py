@@ -8,8 +8,7 @@ import torch
 from small_student import VOCAB, qwen3
 from transformers import AttentionInterface
 
-from understudy.nn import grouped_attention
-from understudy.policy.forward import compiled
+from understudy.nn import compiled_layers, grouped_attention
 from understudy.policy.forward.attention import VARLEN, varlen_attention
 from understudy.policy.forward.packed import lay_out
 from understudy.policy.load import switch_off_dropout
@@ -40,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compiled, "BACKEND", count)
+    monkeypatch.setattr(compiled_layers, "BACKEND", count)
     AttentionInterface.register(VARLEN, attend)
     torch._dynamo.reset()
     yield made
@@ -58,7 +57,7 @@ def test_no_lengths_of_later_micro_batches_make_it_compile_again(
         AttentionInterface.register(VARLEN, varlen_attention)
     model = qwen3()
     model.set_attn_implementation(VARLEN)
-    compiled.compile_layers(model)
+    compiled_layers.compile_layers(model.model)
 
     def forward(lengths: Sequence[int]) -> None:
         line = lay_out(torch.zeros(1, sum(lengths), dtype=torch.long), lengths, group=group)
@@ -79,7 +78,7 @@ def test_no_lengths_of_later_micro_batches_make_it_compile_again(
 def test_compiled_layers_learn_what_plain_ones_do_from_filled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the compiler's own backward pass: attention is one operator to it, and its gradient another."""
     monkeypatch.setattr(grouped_attention, "ROUND", 8)
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     found = []
     for compile_it in (True, False):
@@ -87,7 +86,7 @@ def test_compiled_layers_learn_what_plain_ones_do_from_filled_rows(monkeypatch: 
         switch_off_dropout(model)
         model.set_attn_implementation(VARLEN)
         if compile_it:
-            compiled.compile_layers(model)
+            compiled_layers.compile_layers(model.model)
         for lengths in ([16] * 5 + [8], [24, 24]):
             ids = torch.arange(sum(lengths))[None] % VOCAB
             line = lay_out(ids, lengths, group=compile_it)

@@ -19,7 +19,7 @@ from small_student import (
 )
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy.forward import compiled
+from understudy.nn import compiled_layers
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.policy.optim.adamw import AdamWSettings
@@ -151,7 +151,7 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 @pytest.mark.parametrize("layout", list(Layout))
 def test_compiled_layers_change_no_number(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, differentiated and run as a graph; generating code for it takes minutes on a CPU and is left to the GPU."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
     batch, found = varied_batch(rows=20), []
     for compile_layers in (False, True):
         policy = Policy(qwen3(), replace(settings(layout=layout), compile=compile_layers))

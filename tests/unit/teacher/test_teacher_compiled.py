@@ -10,6 +10,7 @@ import torch
 from teacher_rig import VOCAB, write_model
 from transformers import AttentionInterface
 
+from understudy.nn import compiled_layers
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring import body, varlen
 from understudy.teacher.scoring.model import load_frozen
@@ -62,7 +63,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         made.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(body, "BACKEND", count)
+    monkeypatch.setattr(compiled_layers, "BACKEND", count)
     monkeypatch.setattr(body, "takes_groups", lambda *_, **__: True)
     monkeypatch.setattr(varlen, "varlen_attention", attend)  # `register` puts it in the place of the real one
     torch._dynamo.reset()

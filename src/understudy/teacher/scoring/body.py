@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from understudy.errors import TeacherError
+from understudy.nn.compiled_layers import compile_layers
 from understudy.nn.cpu_forward import LeanForward, lean_forward
 from understudy.nn.grouped_attention import rounded_lengths, takes_groups
 from understudy.nn.prefix_tree import prefix_tree
@@ -35,8 +36,6 @@ from understudy.teacher.scoring.shared_prefixes import (
     split_to_budget,
 )
 
-BACKEND = "inductor"
-"""torch's own compiler."""
 CPU_SEGMENT_COST = 16
 """The cost of one more attention call per layer on CPU, in tokens."""
 WORTH_SHARING = 0.1
@@ -254,22 +253,11 @@ class Body:
             self._features.clear()
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves
-        all.
-
-        Dynamic shapes from the start. Otherwise torch recompiles in the middle of a run for a short answer, a
-        new bound or a new way of packing, and stops compiling after a few times.
-        """
         self._lean = None
-        layers = getattr(self.frozen.body, "layers", None)
-        if layers is None:
+        if not compile_layers(self.frozen.body):
             raise TeacherError(
                 f"{self.frozen.path} keeps its layers where compiling them is not supported; leave it off"
             )
-        for layer in layers:
-            layer.compile(backend=BACKEND, dynamic=True)
-        if (last := getattr(self.frozen.body, "norm", None)) is not None:
-            last.compile(backend=BACKEND, dynamic=True)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copies to the device without waiting for it."""
