@@ -5,13 +5,13 @@
 
 Makes models and data (`recipes/shapes/make_models.py` or `make_grafted.py`), trains the recipe, and trains it again on
 the same rows with empty pictures (the control). Held-out accuracy: student before and after, teacher, control; and the
-trained student on the held-out rows with empty and with swapped pictures. Chance is one in four.
+trained student on held-out rows with empty and with swapped pictures. Chance is one in four. A run that was ended early
+counts with its last evaluation; the result file says at which step that was.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import shutil
@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from understudy.observability.metrics import read_metrics
-from understudy.run.evaluate_model import evaluate_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hardware import cpu_name
@@ -51,15 +51,20 @@ def main() -> None:
         "--grafted", type=Path, help="folder of a language model: make_grafted.py and grafted.toml"
     )
     parser.add_argument("--together", type=int, default=1, help="runs at a time")
+    parser.add_argument(
+        "--read", metavar="HARDWARE", help="train nothing: read the runs of --folder, made there"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shapes-") as scratch:
         folder = (options.folder or Path(scratch)).absolute()
         task = Task(folder, options.grafted and options.grafted.absolute(), options.make.split())
-        rows = study(task, options.changes, options.seeds, options.together)
+        rows = [] if options.read else study(task, options.changes, options.seeds, options.together)
+        for seed in range(options.seeds):
+            rows += figures(folder / "runs", seed)
     for row in rows:
         print(f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}")
     name = "shapes-grafted" if options.grafted else "shapes"
-    save(name, _hardware(), rows, options.out)
+    save(name, options.read or _hardware(), rows, options.out)
 
 
 def _hardware() -> str:
@@ -98,57 +103,83 @@ def study(task: Task, changes: Sequence[str], seeds: int = 1, together: int = 1)
         task.make_models()
         rows.append(Row("seconds to make data and models", round(time.monotonic() - began), "s"))
     shutil.copy(RECIPE / task.recipe.name, task.folder)
-    blank = (f"data.train={task.made / 'data' / 'blank.jsonl'}", "trainer.eval_teachers=false")
+    data = task.made / "data"
+    blank = (f"data.train={data / 'blank.jsonl'}",)
     jobs = [
-        (task, f"{kind}-{seed}", [f"run.seed={seed}", *more, *changes])
+        (task, f"{kind}-{seed}", [f"run.seed={seed}", f"data.eval={data / 'eval.jsonl'}", *more, *changes])
         for seed in range(seeds)
         for kind, more in (("seeing", ()), ("control", blank))
     ]
     with ThreadPoolExecutor(together) as pool:
-        seconds = dict(zip((name for _, name, _ in jobs), pool.map(_train, jobs), strict=True))
-    for seed in range(seeds):
-        rows += _figures(task, seed, seconds[f"seeing-{seed}"])
+        seconds = list(pool.map(_train, jobs))
+    rows += [
+        Row(f"seconds of the run {name}, with evaluations", round(one), "s")
+        for (_, name, _), one in zip(jobs, seconds, strict=True)
+    ]
     return rows
 
 
-def _figures(task: Task, seed: int, seconds: float) -> list[Row]:
-    run, control = (task.folder / "runs" / f"{kind}-{seed}" for kind in ("seeing", "control"))
-    first, last = read_metrics(run / "metrics.jsonl")[0], _measured(run)
-    teacher = _mean(first, "val/teacher_accuracy/")
-    after, blind = last["val/accuracy"], _measured(control)["val/accuracy"]
-    shown = {name: _accuracy(run, task.made / "data" / f"test-{name}.jsonl") for name in ("blank", "swapped")}
+def figures(runs: Path, seed: int) -> list[Row]:
+    """Of one seed, from the runs' metrics."""
+    lines, control = (
+        read_metrics(runs / f"{kind}-{seed}" / "metrics.jsonl") for kind in ("seeing", "control")
+    )
+    first, last, blind = lines[0], _measured(lines), _measured(control)
+    own = _mean(last)
+    # A study may measure the teacher, the same in all runs, in the first of them only.
+    measured = (
+        first if _sources(first, "teacher_accuracy") else read_metrics(runs / "seeing-0" / "metrics.jsonl")[0]
+    )
+    teacher = _mean(measured, "teacher_accuracy")
     told = f"seed {seed}: held-out accuracy"
     return [
-        Row(f"{told} of the student before", round(first["val/accuracy"], 4), "share", "chance", CHANCE),
+        Row(f"{told} of the student before", round(_mean(first), 4), "share", "chance", CHANCE),
         Row(
             f"{told} of the student after",
-            round(after, 4),
+            round(own, 4),
             "share",
             "teacher",
             round(teacher, 4),
-            round(after / teacher, 4) if teacher else None,
+            round(own / teacher, 4) if teacher else None,
             goal=">= 0.9 of the teacher",
-            met=after >= 0.9 * teacher,
+            met=own >= 0.9 * teacher,
         ),
         *(
-            Row(f"{told} after, {name}", round(value, 4), "share", "teacher", round(_of(first, name), 4))
-            for name, value in _by_question(last).items()
+            Row(
+                f"{told} after, questions with {name}",
+                round(value, 4),
+                "share",
+                "teacher",
+                round(_sources(measured, "teacher_accuracy")[name], 4),
+            )
+            for name, value in _sources(last).items()
         ),
-        _chance(f"{told} of the control, trained on empty pictures", blind),
-        _chance(f"{told} after, shown empty pictures", shown["blank"]),
-        _chance(f"{told} after, shown the picture of another row", shown["swapped"]),
-        Row(f"seed {seed}: seconds to train, with evaluations", round(seconds), "s"),
-        Row(f"seed {seed}: seconds a step", round(_step_seconds(run), 3), "s"),
+        _chance(f"{told} of the control, trained on empty pictures", _mean(blind)),
+        _chance(f"{told} after, shown empty pictures", _mean(last, shown="blank-")),
+        _chance(f"{told} after, shown the picture of another row", _mean(last, shown="swapped-")),
+        Row(f"seed {seed}: step of the student's last evaluation", last["step"], "steps"),
+        Row(f"seed {seed}: step of the control's last evaluation", blind["step"], "steps"),
+        *(
+            Row(f"seed {seed}: seconds a step, {name}", round(seconds, 3), "s")
+            for name, seconds in (("first", _seconds(lines[1:11])), ("last", _seconds(lines[-10:])))
+        ),
     ]
 
 
-def _by_question(line: dict[str, Any]) -> dict[str, float]:
-    start = "val/accuracy/"
-    return {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
+def _sources(line: dict[str, Any], measure: str = "accuracy", shown: str = "") -> dict[str, float]:
+    """Accuracy by question: of rows with their own pictures, or `shown` others."""
+    start = f"val/{measure}/{shown}"
+    found = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
+    return {name: value for name, value in found.items() if "-" not in name}
 
 
-def _of(line: dict[str, Any], question: str) -> float:
-    return float(line[f"val/teacher_accuracy/{question}"])
+def _mean(line: dict[str, Any], measure: str = "accuracy", shown: str = "") -> float:
+    """Of all questions, which have the same number of rows."""
+    return mean(_sources(line, measure, shown).values())
+
+
+def _seconds(lines: Sequence[dict[str, Any]]) -> float:
+    return median(line["time/step"] for line in lines if "time/step" in line)
 
 
 def _chance(name: str, value: float) -> Row:
@@ -177,24 +208,9 @@ def _python(*words: str) -> None:
     subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _measured(run: Path) -> dict[str, Any]:
+def _measured(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last line with an evaluation."""
-    return [line for line in read_metrics(run / "metrics.jsonl") if "val/accuracy" in line][-1]
-
-
-def _mean(line: dict[str, Any], start: str) -> float:
-    found = [value for name, value in line.items() if name.startswith(start)]
-    return sum(found) / len(found)
-
-
-def _step_seconds(run: Path) -> float:
-    seconds = [line["time/step"] for line in read_metrics(run / "metrics.jsonl") if "time/step" in line]
-    return sum(seconds) / len(seconds)
-
-
-def _accuracy(run: Path, data: Path) -> float:
-    """Of the run's last student."""
-    return asyncio.run(evaluate_model(str(run), data, None, None, None, k=0))["accuracy"]
+    return [line for line in lines if "val/accuracy" in line][-1]
 
 
 if __name__ == "__main__":

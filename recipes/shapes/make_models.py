@@ -3,6 +3,7 @@
     data/train.jsonl valid.jsonl test.jsonl    rows with a picture each (data/pictures/)
     data/blank.jsonl                           the rows of train.jsonl with an empty picture: the control's data
     data/test-blank.jsonl test-swapped.jsonl   the held-out rows with an empty picture, and with that of another row
+    data/eval.jsonl                            test.jsonl and half of each of these two, as sources of their own
     models/teacher                             trained by SFT on pictures of its own
     models/student                             half the teacher's layers behind the teacher's vision tower, trained by SFT
                                                on swapped pictures: it knows the form of answers, and does not look
@@ -43,17 +44,26 @@ def make_data(out: Path, train: int = 3000, prompts: int = 1280) -> dict[str, li
     }
     (out / "pictures").mkdir(parents=True, exist_ok=True)
     for name, chosen in (splits | controls).items():
-        lines = []
-        for row in chosen:
-            picture = f"pictures/{sha256(row.picture).hexdigest()[:16]}.png"
-            (out / picture).write_bytes(row.picture)
-            message = {"role": "user", "content": f"<image>{row.question}"}
-            told = {"messages": [message], "images": [picture], "answer": row.answer}
-            lines.append(json.dumps({**told, "data_source": row.question.split()[0]}) + "\n")
-        (out / f"{name}.jsonl").write_text("".join(lines))
-        print(f"data/{name}.jsonl: {len(chosen)} rows")
+        _write(out / f"{name}.jsonl", {"": chosen})
+    half = len(test) // 2
+    shown = {"blank-": controls["test-blank"][:half], "swapped-": controls["test-swapped"][:half]}
+    _write(out / "eval.jsonl", {"": test, **shown})
     print(f"held-out rows: the best constant answer to each question is right on {best_constant(test):.1%}")
     return splits
+
+
+def _write(file: Path, parts: dict[str, list[Row]]) -> None:
+    """Rows of each part; its name begins their `data_source`."""
+    lines = []
+    for part, chosen in parts.items():
+        for row in chosen:
+            picture = f"pictures/{sha256(row.picture).hexdigest()[:16]}.png"
+            (file.parent / picture).write_bytes(row.picture)
+            message = {"role": "user", "content": f"<image>{row.question}"}
+            told = {"messages": [message], "images": [picture], "answer": row.answer}
+            lines.append(json.dumps({**told, "data_source": part + row.question.split()[0]}) + "\n")
+    file.write_text("".join(lines))
+    print(f"data/{file.name}: {len(lines)} rows")
 
 
 def teacher_scenes(count: int, held_out: set[bytes]) -> list[Scene]:

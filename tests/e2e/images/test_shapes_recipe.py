@@ -29,7 +29,6 @@ def test_a_student_learns_to_look_and_a_blind_one_does_not(tmp_path: Path) -> No
             *command,
             "trainer.steps=90",
             "trainer.eval_every=90",
-            f"data.eval={tmp_path / 'study' / 'data' / 'valid.jsonl'}",
         ],
         capture_output=True,
         text=True,

@@ -10,7 +10,34 @@ from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-WORDS = ["user", "assistant", "how", "many", "shapes", "?", "what", "colour", "is", "the", "circle", "square", "triangle", "where", "one", "two", "three", "four", "red", "green", "blue", "yellow", "top", "bottom", "left", "right"]
+WORDS = [
+    "user",
+    "assistant",
+    "how",
+    "many",
+    "shapes",
+    "?",
+    "what",
+    "colour",
+    "is",
+    "the",
+    "circle",
+    "square",
+    "triangle",
+    "where",
+    "one",
+    "two",
+    "three",
+    "four",
+    "red",
+    "green",
+    "blue",
+    "yellow",
+    "top",
+    "bottom",
+    "left",
+    "right",
+]
 
 
 def make_language(folder: Path, layers: int = 3, hidden: int = 48) -> Path:
