@@ -73,7 +73,9 @@ def _unsupported(recipe: Recipe) -> list[str]:
     if recipe.critic is not None:
         why.append("a critic reads text only; leave [critic] out")
     if recipe.trainer.ranks > 1 and not recipe.student.freeze_vision:
-        why.append("student.freeze_vision = false trains on one rank; set trainer.ranks = 1")
+        why.append(
+            "student.freeze_vision = false trains on one rank; set trainer.ranks = 1 or student.freeze_vision = true"
+        )
     return why
 
 

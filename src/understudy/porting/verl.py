@@ -94,8 +94,8 @@ def _student(draft: Draft) -> None:
     checkpointing = f"{_MODEL}.enable_gradient_checkpointing"
     draft.put("student.gradient_checkpointing", bool(draft.get(checkpointing, True)), checkpointing)
     tower = f"{_ACTOR}.freeze_vision_tower"
-    if draft.get(tower) is not None:
-        draft.put("student.freeze_vision", bool(draft.get(tower)), tower)
+    if draft.get(tower) is not None or draft.get("data.image_key"):  # theirs trains the tower by default
+        draft.put("student.freeze_vision", bool(draft.get(tower, False)), tower)
     attention = f"{_MODEL}.override_config.attn_implementation"
     if draft.get(attention) is not None:
         draft.put("student.attention", draft.get(attention), attention)

@@ -182,6 +182,7 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
         ({"teachers__see__model": "text"}, "goes to teachers.see, of the family qwen3"),
         ({"teachers__see__prompt": "{{ answer }}"}, "a prompt of its own holds no pictures"),
         ({"trainer__ranks": 2, "student__freeze_vision": False}, "set trainer.ranks = 1"),
+        ({"loss__task_coef": 1.0, "loss__advantage": "gae", "critic__learning_rate": 1e-4}, "a critic reads text only; leave [critic] out"),
     ],
 )  # fmt: skip
 def test_check_refuses_what_is_not_supported(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def test_every_given_key_gets_exactly_one_verdict(tmp_path: Path) -> None:
         ({"actor_rollout_ref.model.lora_rank": 16, "actor_rollout_ref.model.lora_alpha": 32}, {"student.lora.rank": 16, "student.lora.alpha": 32.0}),
         ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50}, {"trainer.warmup_steps": 5, "trainer.steps": 50, "trainer.passes": None}),
         ({f"{ACTOR}.freeze_vision_tower": False}, {"student.freeze_vision": False}),
+        ({f"{ACTOR}.freeze_vision_tower": True, "data.image_key": "images"}, {"student.freeze_vision": None}),
+        ({"data.image_key": "images"}, {"student.freeze_vision": False}),
         ({}, {"student.freeze_vision": None}),
         ({f"{ACTOR}.use_kl_loss": True}, {"loss.kl_coef": 0.001, "loss.kl_kind": "low_var_kl"}),
         ({"data.apply_chat_template_kwargs.enable_thinking": False}, {"rollout.template_options.enable_thinking": False}),
