@@ -8,6 +8,7 @@ number of answers after which it is killed. The command lines of all lives are k
 from __future__ import annotations
 
 import argparse
+import functools
 import http.server
 import itertools
 import json
@@ -27,6 +28,7 @@ def weight(x: int, y: int) -> int:
     return 1 + (7 * x + 13 * y + x * y) % 29
 
 
+@functools.cache
 def logprobs(x: int, vocabulary: int) -> list[float]:
     weights = [weight(x, y) for y in range(vocabulary)]
     return [math.log(one / sum(weights)) for one in weights]

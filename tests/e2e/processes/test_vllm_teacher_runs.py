@@ -33,6 +33,14 @@ def steps_of(run: understudy.Run) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """Few: a check reads them all."""
+    found = (ASSETS / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:64]
+    (tmp_path / "rows.jsonl").write_text("".join(found))
+    return str(tmp_path / "rows.jsonl")
+
+
+@pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     def plan(what: str) -> Path:
         folder = tmp_path / f"plan {what}"
@@ -44,15 +52,16 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return plan
 
 
-def test_deaths_and_a_resume_change_no_bit(recipe: Make, planned: Callable[[str], Path]) -> None:
+def test_deaths_and_a_resume_change_no_bit(recipe: Make, rows: str, planned: Callable[[str], Path]) -> None:
+    small = {"data__train": rows, "trainer__steps": 2, "trainer__checkpoint_every": 1}
     planned("serves")
-    whole = understudy.train(recipe("whole", teachers=teachers(), trainer__steps=3), progress=False)
-    assert whole.metrics[0]["actor/loss"] != whole.metrics[2]["actor/loss"]
-    folder = planned("30,10,serves")  # killed in its 31st answer, and its successor soon after
-    table = recipe("hurt", teachers=teachers(replicas=1), trainer__steps=3, trainer__checkpoint_every=1)
+    whole = understudy.train(recipe("whole", teachers=teachers(), **small), progress=False)
+    assert whole.metrics[0]["actor/loss"] != whole.metrics[1]["actor/loss"]
+    folder = planned("12,8,serves")  # killed in its 13th answer, and its successor soon after
+    table = recipe("hurt", teachers=teachers(), **small)
 
     def end(step: understudy.Step) -> None:
-        if step.step == 2:
+        if step.step == 1:
             raise RuntimeError("enough")
 
     with pytest.raises(CallbackError, match="enough"):
@@ -65,10 +74,10 @@ def test_deaths_and_a_resume_change_no_bit(recipe: Make, planned: Callable[[str]
 
 
 def test_a_run_ends_with_the_last_words_of_a_server_that_does_not_stay_up(
-    recipe: Make, planned: Callable[[str], Path]
+    recipe: Make, rows: str, planned: Callable[[str], Path]
 ) -> None:
-    planned("20,dies at once")
-    table = recipe(teachers=teachers(), cluster__restarts={"teacher": 1})
+    planned("12,dies at once")
+    table = recipe(data__train=rows, teachers=teachers(), cluster__restarts={"teacher": 1})
     with pytest.raises(UnderstudyError, match=LAST_WORDS) as caught:
         understudy.train(table, progress=False)
     assert "cluster.restarts.teacher" in str(caught.value)
