@@ -29,13 +29,13 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=HERE / "grafted", help="folder that gets models/ and data/"
     )
-    parser.add_argument("--rows", type=int, default=6000, help="rows of train.jsonl")
-    parser.add_argument("--scenes", type=int, default=6000, help="pictures that the teacher is trained on")
+    parser.add_argument("--rows", type=int, default=4000, help="rows of train.jsonl")
+    parser.add_argument("--scenes", type=int, default=4000, help="pictures that the teacher is trained on")
     parser.add_argument("--layers", type=int, help="layers of the teacher; all, if not given")
     parser.add_argument("--student-layers", type=int, default=20)
-    parser.add_argument("--tower-steps", type=int, default=600)
-    parser.add_argument("--teacher-steps", type=int, default=500)
-    parser.add_argument("--student-steps", type=int, default=60)
+    parser.add_argument("--tower-steps", type=int, default=200)
+    parser.add_argument("--teacher-steps", type=int, default=250)
+    parser.add_argument("--student-steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     given = parser.parse_args()
