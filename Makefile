@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate soak test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -38,6 +38,11 @@ SEEDS   ?= 0:13
 NEMESIS ?= nemesis.jsonl
 nemesis: $(VENV)/.installed-dev
 	$(BIN)/python tests/nemesis/campaign.py --seeds $(SEEDS) --out $(NEMESIS)
+
+# The quickstart with a fault every 15 s for so many minutes; figures in soak.json, the run in runs/soak (a fresh folder).
+MINUTES ?= 120
+soak: $(VENV)/.installed-dev
+	$(BIN)/python tests/nemesis/soak.py --minutes $(MINUTES) --folder runs/soak --out soak.json
 
 # Pool, health machine, windows, slots, data plane and leases under a virtual clock; steps of each.
 STEPS ?= 100000

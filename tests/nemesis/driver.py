@@ -80,35 +80,25 @@ class Trial:
         return False
 
     def _launch(self, words: list[str]) -> Launch:
-        env = {
-            **os.environ, "OMP_NUM_THREADS": "1", _MARK: str(self.folder), "TMPDIR": str(self.folder / "tmp"),
-            "UNDERSTUDY_NEMESIS_SHIM": str(self._injector.shim), TOKEN_VARIABLE: TOKEN,
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).with_name("shim")), str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]
-            ),
-        }  # fmt: skip
         hit: list[str] = []
         if point := next(
             (one for one in self.pending if one.kind == "point" and one.after <= self._steps()), None
         ):
             self.pending.remove(point)
-            env["UNDERSTUDY_FAULT"] = point.place
             self.injected.append(point)
             hit.append("point")
         log = self.folder / f"launch{len(self.launches)}.log"
-        with log.open("wb") as sink:
-            trainer = psutil.Popen(
-                [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],
-                env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        trainer = start_trainer(words, self.folder, self._injector.shim, log, point.place if point else "")
         before = self._steps()
         started = ready = self._last_fault = time.monotonic()
         while trainer.poll() is None:
             if self._injector.undo():
                 self._last_fault = time.monotonic()
             now = time.monotonic()
+            steps = self._steps()
+            before = min(before, steps)  # a resume cuts the steps off that it makes again
             fault = next((one for one in self.pending if one.kind != "point"), None)
-            if fault is None or self._steps() < fault.after:
+            if fault is None or steps < fault.after:
                 ready = now
             elif (
                 now - max(ready, started) >= fault.delay
@@ -116,7 +106,7 @@ class Trial:
             ):
                 self.pending.remove(fault)
                 self.injected.append(fault)
-                if self._steps() == before and fault.hits_others:
+                if steps == before and fault.hits_others:
                     how = UNREACHED if fault.role == "trainer" else AT_START
                 hit.append(how)
                 ready = self._last_fault = time.monotonic()
@@ -131,7 +121,7 @@ class Trial:
         return sum("actor/loss" in line for line in read_steps(self.run))
 
     def history(self, finished: bool = True) -> History:
-        left = _left_behind(self.folder)
+        left = left_behind(self.folder)
         events, in_flight = read_journal(self.run / "dataplane")
         checkpoint = self.run / "checkpoints" / f"step-{STEPS:06d}"
         files = {
@@ -140,6 +130,24 @@ class Trial:
         }
         return History(
             self.launches, events, in_flight, read_steps(self.run), read_letters(self.run / "dataplane"), read_kept(self.run), files, left, finished
+        )  # fmt: skip
+
+
+def start_trainer(words: list[str], folder: Path, shim: Path, log: Path, point: str = "") -> psutil.Popen:
+    """`understudy WORDS` in a session of its own, with its temporary files in the folder and its output in the log."""
+    env = {
+        **os.environ, "OMP_NUM_THREADS": "1", _MARK: str(folder), "TMPDIR": str(folder / "tmp"),
+        "UNDERSTUDY_NEMESIS_SHIM": str(shim), TOKEN_VARIABLE: TOKEN,
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).with_name("shim")), str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]
+        ),
+    }  # fmt: skip
+    if point:
+        env["UNDERSTUDY_FAULT"] = point
+    with log.open("wb") as sink:
+        return psutil.Popen(
+            [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],
+            env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
@@ -160,7 +168,7 @@ def promise(mode: str) -> Promise:
     return Promise(STEPS, own.to_the_bit, own.same_rows, bound)
 
 
-def _left_behind(folder: Path) -> list[str]:
+def left_behind(folder: Path) -> list[str]:
     """Processes and temporary files of the run. Processes have ten seconds to see that their trainer is gone."""
     deadline = time.monotonic() + 10
     while (alive := processes_of(folder)) and time.monotonic() < deadline:

@@ -75,14 +75,14 @@ def draw(seed: int, mode: str | None = None, most: int = 6) -> Schedule:
     name = mode or list(MODES)[seed % len(MODES)]
     faults: list[Fault] = []
     for _ in range(chance.randint(1, most)):
-        fault = _fault(chance, name)
+        fault = draw_fault(chance, name)
         faults.append(fault)
         if chance.random() < 0.15 and len(faults) < most:  # another one at the same moment
-            faults.append(replace(_fault(chance, name), after=fault.after, delay=0.0))
+            faults.append(replace(draw_fault(chance, name), after=fault.after, delay=0.0))
     return Schedule(name, tuple(sorted(faults, key=lambda one: one.after)))
 
 
-def _fault(chance: random.Random, mode: str) -> Fault:
+def draw_fault(chance: random.Random, mode: str) -> Fault:
     after = chance.randrange(STEPS)
     delay = round(chance.uniform(0, 12) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.6))), 2)
     others = MODES[mode].roles[1:]
