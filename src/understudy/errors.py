@@ -101,6 +101,9 @@ class ClusterError(UnderstudyError):
 class ChildDied(ClusterError):
     """A child process ended unexpectedly; the message starts with the child's last output."""
 
+    killed = False
+    """It was ended by a signal, so starting it again may help."""
+
 
 class RankLost(ChildDied):
     """A rank that trains the student is gone, and with it the rank's shard of the student."""

@@ -163,9 +163,11 @@ class LocalProcesses:
         while not ready_file.exists():
             if not child.alive:
                 words = _last_words(child.log, child.log_start)
-                raise ChildDied(
+                died = ChildDied(
                     f"{words}\n(process {child.name} ended with code {child.exit_code}; log: {child.log})"
                 )
+                died.killed = (child.exit_code or 0) < 0
+                raise died
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"process {child.name} was not ready after {self._start_timeout:.0f} s; "

@@ -17,6 +17,7 @@ calls, so the row's ack is never on disk without the row. Files in the folder: `
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -95,7 +96,10 @@ class EmbeddedDataPlane:
             journal = Journal(path, spill)
             opened.callback(journal.abandon)
             connection = journal.writer.connection
-            write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
+            try:
+                write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
+            except sqlite3.OperationalError as error:
+                raise journal.writer.failed("written", error) from error
             store = cls.store_kind(
                 journal=journal,
                 spill=spill,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from understudy.observability.redact import printable, redact_text
@@ -14,10 +16,21 @@ class _Redacting(logging.Formatter):
         return printable(redact_text(super().format(record))).replace("\n", "\n    ")
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs records: the stack trace that logging would print hides the run's own error."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def log_to(path: Path, level: int = logging.INFO) -> logging.Handler:
     """Sends all log records below `understudy` to a file; returns the handler, so that a run can remove it
     again."""
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("understudy")
     logger.setLevel(level)

@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from understudy.observability.rundir import write_atomically
+from understudy.observability.rundir import cannot_be_written, write_atomically
 
 WALL_CLOCK = ("time/", "perf/")
 """Keys under these prefixes depend on the clock or on the order of replies; all other keys repeat to the
@@ -24,8 +25,11 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append one line; non-finite numbers become null, since JSON has none."""
         line = {"step": step, **{key: _plain(values[key]) for key in sorted(values)}}
-        self._handle.write(json.dumps(line) + "\n")
-        self._handle.flush()
+        try:
+            self._handle.write(json.dumps(line) + "\n")
+            self._handle.flush()
+        except OSError as error:
+            raise cannot_be_written(self.path, error) from error
         return line
 
     def sync(self) -> None:
@@ -33,7 +37,8 @@ class MetricsWriter:
         os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        self._handle.close()
+        with suppress(OSError):  # `write` has told it; closing tries the same bytes again
+            self._handle.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ import shutil
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -242,14 +243,26 @@ def probe_run_dir(wanted: str | None, base: Path = Path("runs"), *, new: bool = 
         RunDir(path).check_new()
 
 
+def cannot_be_written(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} cannot be written: {error.strerror or error}; what was saved before is intact. Free some space or "
+        "mend the disk; `understudy resume` continues a run"
+    )
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file: afterwards it has the old content or the new, complete, even after kill -9."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    with temporary.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise cannot_be_written(path, error) from error
 
 
 def copy_durably(source: Path, target: Path) -> Path:

@@ -7,6 +7,7 @@ line of a launch is `launch`, with its time of day.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ _within: ContextVar[int | None] = ContextVar("span", default=None)
 class Spans:
     def __init__(self, path: Path | None) -> None:
         self._handle = path.open("ab") if path else None
+        self._warned = False
         self._zero = time.monotonic()
         self._totals: dict[str, float] = {}
         self._numbers = itertools.count()
@@ -68,7 +72,18 @@ class Spans:
     def _write(self, name: str, start: float, end: float, about: Mapping[str, Any]) -> None:
         if self._handle:
             times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
-            self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
+            with self._or_warn():
+                self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
+
+    @contextmanager
+    def _or_warn(self) -> Iterator[None]:
+        """A full disk costs spans, not the run. What is buffered is written once there is room."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                logger.warning("spans cannot be written: %s", error)
+            self._warned = True
 
     def under_way(self) -> list[OpenSpan]:
         """The open spans, oldest first."""
@@ -81,10 +96,12 @@ class Spans:
 
     def flush(self) -> None:
         if self._handle:
-            self._handle.flush()
+            with self._or_warn():
+                self._handle.flush()
 
     def close(self) -> None:
         """Closes the file. Spans that are still open may end later, but are no longer written."""
         if self._handle:
-            self._handle.close()
+            with self._or_warn():
+                self._handle.close()
             self._handle = None

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from understudy.errors import RunDirectoryError
 from understudy.observability.rundir import write_atomically
 from understudy.observability.spans import OpenSpan, Spans
 
@@ -145,7 +146,8 @@ def _write(
         "chains": list(chains),
         "facts": facts,
     }
-    write_atomically(path, json.dumps(entry, indent=1) + "\n")
+    with suppress(RunDirectoryError):  # on a full disk the entry is older, and the run goes on
+        write_atomically(path, json.dumps(entry, indent=1) + "\n")
 
 
 def read_waits(path: Path) -> tuple[dict[str, Any], list[Wait]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -21,12 +22,12 @@ from understudy.config import Recipe
 from understudy.config.checks.capacity import capacity_notes
 from understudy.config.recipe import Overrides
 from understudy.dataplane.dead_letters import count_letters
-from understudy.errors import ConfigError, PolicyError, RankLost, UnderstudyError
+from understudy.errors import ConfigError, PolicyError, RankLost, RunDirectoryError, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
-from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.observability.rundir import RunDir, cannot_be_written, read_json, write_atomically
 from understudy.observability.watchdog import watched
 from understudy.planning.objective import describe
 from understudy.planning.preflight import preflight, require_extras
@@ -57,6 +58,7 @@ from understudy.trainers.stopping import STOP_WAIT_S, Interrupts
 from understudy.trainers.sync import train_sync
 from understudy.viewer.frozen import write_report
 
+DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 NOT_REPEATABLE = "does not have a deterministic implementation"
 """Part of torch's error message for an operation without a deterministic implementation."""
 
@@ -67,6 +69,13 @@ def explained(error: BaseException, recipe: Recipe) -> BaseException:
         return _full_memory(error, recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
         return _not_repeatable(error)
+    return error
+
+
+def _of_disk(error: BaseException, run: RunDir) -> BaseException:
+    """The error, or for a full or failing disk one that names the file and says what to do."""
+    if isinstance(error, OSError) and error.errno in DISK_FAILURES:
+        return cannot_be_written(Path(error.filename) if error.filename else run.path, error)
     return error
 
 
@@ -233,12 +242,21 @@ async def _train(
         logger.exception("the run failed")
         raise
     finally:
-        _write_state(run, outcome, detail, facts)
+        try:
+            _write_state(run, outcome, detail, facts)
+        except RunDirectoryError:
+            if outcome != "failed":  # otherwise the run's own error is raised
+                raise
         logging.getLogger("understudy").removeHandler(handler)
         handler.close()
         lock.close()
     if read_metrics(run.metrics):
-        await asyncio.to_thread(write_report, run, next_command or f"understudy export {run.path} my-student")
+        try:
+            await asyncio.to_thread(
+                write_report, run, next_command or f"understudy export {run.path} my-student"
+            )
+        except OSError as error:
+            raise _of_disk(error, run) from error
     return RunOutcome(run.path, steps, read_metrics(run.metrics))
 
 
@@ -293,8 +311,8 @@ async def _attempt(
                 "dead_letters": system.state.tally.dead_letters,
             }
         return steps
-    except (BaseExceptionGroup, RuntimeError) as error:
-        cause = explained(_first_cause(error), recipe)
+    except (BaseExceptionGroup, RuntimeError, OSError) as error:
+        cause = _of_disk(explained(_first_cause(error), recipe), run)
         if cause is error:
             raise
         raise cause from cause.__cause__

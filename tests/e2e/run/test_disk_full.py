@@ -1,6 +1,7 @@
 """A disk that fills up during a save: a clear error, the checkpoint before it intact, and a resume that finishes."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -54,6 +55,23 @@ def test_a_save_that_fails_costs_nothing_that_was_saved(recipe: Make, tmp_path: 
     assert store.steps() == whole and store.load().step == 2
     for step in whole:
         verify(run / "checkpoints" / f"step-{step:06d}")
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    report = audit(run)
+    assert report.balanced and report.trained == 4 * 16 and report.in_flight == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1 << 10, 12 << 10, 64 << 10])
+def test_a_run_without_room_names_the_file_and_goes_on_later(recipe: Make, tmp_path: Path, room: int) -> None:
+    table = recipe("full", trainer__checkpoint_every=1)
+    path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_checkpoint:2")
+    assert code != 0, output
+    code, output = run_in_a_small_room("resume", str(run), "--quiet", room=room)
+    assert code == 2 and "Traceback" not in output and "unexpected" not in output, output
+    told = re.search(rf"({re.escape(str(run))}\S*) cannot be (written|flushed|opened)|could not save", output)
+    assert told and re.search("[Ff]ree some space|free space", output), output
     code, output = run_cli("resume", str(run), "--quiet")
     assert code == 0, output
     report = audit(run)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from teacher_rig import random_items
 
-from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
@@ -358,6 +358,53 @@ def test_a_dead_replica_is_restarted_and_readmitted() -> None:
         assert rig.pool.metrics().replicas[0].restarts == 1
 
     running(test, Rig())
+
+
+class KilledAtStart(Rig):
+    """The first starts of replica b end by a signal, or after it is ready and before it answers."""
+
+    def __init__(self, times: int, answers: bool, killed: bool = True) -> None:
+        super().__init__()
+        self.times, self.answers, self.killed = times, answers, killed
+
+    async def start(self, replica: str) -> Endpoint:
+        endpoint = await super().start(replica)
+        lost = replica == "b" and [name for _, name in self.starts].count("b") <= self.times
+        if lost:
+            self.living.discard("b")
+        if lost and not self.answers:
+            died = ChildDied("(process teacher-math-b ended with code -9)")
+            died.killed = self.killed
+            raise died
+        return endpoint
+
+    def connect(self, teacher: str, replica: str, endpoint: Endpoint) -> Scripted:
+        client = super().connect(teacher, replica, endpoint)
+        client.probe_error = None if replica in self.living else REFUSED_CONNECTION
+        return client
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_replica_that_is_killed_while_the_run_starts_is_started_again(answers: bool) -> None:
+    async def test(rig: Rig) -> None:
+        assert [name for _, name in rig.starts] == ["a", "b", "b", "b"]
+        assert rig.state("b") is State.HEALTHY
+
+    running(test, KilledAtStart(2, answers))
+
+
+@pytest.mark.parametrize(("times", "killed", "starts"), [(9, True, 4), (9, False, 1)])
+def test_a_replica_that_never_starts_or_fails_by_itself_ends_the_start(
+    times: int, killed: bool, starts: int
+) -> None:
+    rig = KilledAtStart(times, False, killed)
+
+    async def test(rig: Rig) -> None:
+        raise AssertionError("the pool started")
+
+    with pytest.raises(ChildDied, match="ended with code -9"):
+        running(test, rig)
+    assert [name for _, name in rig.starts].count("b") == starts
 
 
 def test_failed_restarts_back_off() -> None:
@@ -767,10 +814,12 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
     async def died() -> None:
         rig = Rig("a")
         starting = await start(rig)
+        rig.fresh = Scripted
         rig.living.clear()
         await rig.clock.advance(1.0)
-        with pytest.raises(TeacherUnavailable, match="ConnectTimeout"):
-            await starting
+        await starting
+        assert rig.state("a") is State.HEALTHY and len(rig.starts) == 2
+        await rig.pool.close()
 
     async def of_others() -> None:
         told = r"ConnectTimeout; start its server at http://elsewhere, or name another one in teachers\.math\.urls"

@@ -122,7 +122,7 @@ class Journal:
 
     def _checkpointed(self, _: Any, error: BaseException | None) -> None:
         if error is not None:
-            self.on_failure(DataPlaneError(f"the journal {self.writer.file} cannot be checkpointed: {error}"))
+            self.on_failure(self.writer.failed("checkpointed", error))
 
     async def run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run `job` on the journal thread, after everything added so far and before anything added later."""
@@ -137,6 +137,8 @@ class Journal:
             if not answer.done():
                 if error is None:
                     answer.set_result(result)
+                elif isinstance(error, sqlite3.Error):
+                    answer.set_exception(self.writer.failed("written", error))
                 else:
                     answer.set_exception(error)
 

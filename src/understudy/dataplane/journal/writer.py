@@ -7,6 +7,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ class Writer:
         self._point = point if FAULT_VARIABLE in os.environ else _no_point
         """Chosen once: a commit passes three fault points, and reading the environment is slow."""
 
+    def failed(self, what: str, error: BaseException) -> DataPlaneError:
+        return DataPlaneError(
+            f"the journal {self.file} cannot be {what}: {error}; "
+            "what was acknowledged is safe: free space or mend the disk, then resume"
+        )
+
     def commit(self, batch: Changes) -> None:
         if self.failure is not None:
             raise self.failure
@@ -159,10 +166,7 @@ class Writer:
         except BaseException as error:
             if self.connection.in_transaction:
                 self.connection.execute("ROLLBACK")
-            self.failure = DataPlaneError(
-                f"the journal {self.file} cannot be written: {error}; "
-                "what was acknowledged is safe: free space or mend the disk, then resume"
-            )
+            self.failure = self.failed("written", error)
             raise self.failure from error
         self.log_bytes += _PAGES_PER_COMMIT * _PAGE + 2 * batch.size
         if batch.spills_gone:
@@ -226,5 +230,6 @@ class Writer:
 
     def close(self) -> None:
         if self.failure is None:
-            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            with suppress(sqlite3.OperationalError):  # the log stays, and the next open reads it
+                self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self.connection.close()

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from understudy.errors import ClusterError, TeacherError, TeacherUnavailable
+from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherUnavailable
 from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import RestartCount
@@ -56,6 +56,8 @@ class SupervisorOptions:
     """The same for a process that has just started and may still be warming up."""
     slowest_tokens_per_second: float = 500.0
     start_deadline: float = 600.0
+    starts_again: int = 3
+    """How often a replica is started again whose process is killed while the run starts."""
     watch_every: float = 0.25
     """Between checks of processes and backoffs."""
     max_in_flight: int = 32
@@ -96,7 +98,7 @@ class ReplicaSupervisor:
         for spec in specs:
             self._add(spec)
         try:
-            found = await together(self._bring_up(self.replicas[spec.name]) for spec in specs)
+            found = await together(self._first_start(self.replicas[spec.name]) for spec in specs)
             self.identity = found[0]
             for spec, identity in zip(specs, found, strict=True):
                 check_same(self.identity, identity, spec.name)
@@ -267,6 +269,19 @@ class ReplicaSupervisor:
         if self.identity is None:
             self.identity = found
         check_same(self.identity, found, replica.name)
+
+    async def _first_start(self, replica: Replica) -> Identity:
+        """Brings it up, again if its process is killed meanwhile. An error of its own ends the start at once."""
+        for _ in range(self._options.starts_again):
+            try:
+                return await self._bring_up(replica)
+            except (ChildDied, TeacherUnavailable) as error:
+                launcher = None if replica.spec.external else self._launcher
+                lost = launcher is not None and not launcher.alive(replica.name)
+                if not (error.killed if isinstance(error, ChildDied) else lost):
+                    raise
+                self.tell(EventKind.EJECTED, replica.name, "its process was killed while it started")
+        return await self._bring_up(replica)
 
     async def _bring_up(self, replica: Replica) -> Identity:
         """Launch (unless external), connect, identify."""

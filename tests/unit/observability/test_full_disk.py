@@ -1,0 +1,101 @@
+"""Files of a run on a disk that is full and then has room again. The limit on file sizes stands in for the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import RunDirectoryError
+from understudy.observability.logs import log_to
+from understudy.observability.metrics import MetricsWriter, read_metrics
+from understudy.observability.rundir import write_atomically
+from understudy.observability.spans import Spans
+from understudy.observability.watchdog import watched
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_replaced_is_named_and_keeps_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_atomically(path, "old")
+    with full_disk(), pytest.raises(RunDirectoryError) as told:
+        write_atomically(path, "new" * 100)
+    for part in (str(path), "File too large", "Free some space", "understudy resume"):
+        assert part in str(told.value)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path], "a temporary file is left"
+    write_atomically(path, "new" * 100)
+    assert path.read_text() == "new" * 100
+
+
+def test_a_line_of_metrics_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    with full_disk():
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl cannot be written: File too large"):
+            writer.write(1, {f"some/key/{number}": number for number in range(20)})
+        writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_spans_wait_for_room(tmp_path: Path) -> None:
+    spans = Spans(tmp_path / "spans.jsonl")
+    with full_disk():
+        for number in range(500):  # more than a buffer holds
+            with spans.span("produce", step=number):
+                pass
+        spans.flush()
+    with spans.span("produce", step=500):
+        pass
+    spans.close()
+    lines = (tmp_path / "spans.jsonl").read_text().splitlines()
+    steps = [json.loads(line).get("step") for line in lines]
+    assert steps[0] is None and steps[-1] == 500
+    assert steps[1:] == sorted(steps[1:]), "a line is out of order"
+
+
+def test_a_log_file_without_room_prints_no_stack_trace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handler = log_to(tmp_path / "trainer.log")
+    logger = logging.getLogger("understudy.of_this_test")
+    try:
+        with full_disk():
+            logger.info("without room %s", "x" * 100)
+        logger.info("with room")
+    finally:
+        logging.getLogger("understudy").removeHandler(handler)
+        handler.close()
+    assert "with room" in (tmp_path / "trainer.log").read_text()
+    assert "Logging error" not in capfd.readouterr().err
+
+
+def test_waits_are_kept_up_to_date_once_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "waits.json"
+
+    async def run() -> None:
+        async with watched(Spans(None), path, 0.05, lambda text: None, dict):
+            while not path.exists():
+                await asyncio.sleep(0.01)
+            with full_disk():
+                await asyncio.sleep(0.2)
+            path.unlink()
+            while not path.exists():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert json.loads(path.read_text())["status"] == "ended"
