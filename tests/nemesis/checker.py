@@ -36,6 +36,8 @@ UNREACHED = "the network, before the launch's first step"
 """A launch may end with 2 and the name of the teacher that it cannot reach."""
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
+NO_MEMORY = "the memory"
+"""A launch may end with 2 and say that there was no memory."""
 _CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
 
 
@@ -103,9 +105,11 @@ def _endings(found: History) -> Iterator[str]:
             allowed |= STOP_CODES | {-9, -15}
         if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
             allowed.add(2)
-        if UNREACHED in launch.faults and re.search(r"teacher add", launch.output):
+        if UNREACHED in launch.faults and re.search(r"teacher (add|sort)", launch.output):
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
+            allowed.add(2)
+        if NO_MEMORY in launch.faults and re.search(r"out of memory|no memory", launch.output):
             allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"

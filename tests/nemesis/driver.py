@@ -1,6 +1,6 @@
 """Carries out a schedule against a real run: starts it, injects the faults, resumes it until it ends, and reads its history.
 
-What is not tried here: a lying disk, Ray nodes, partitions between the run's own processes.
+What is not tried here: a lying disk, Ray nodes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from checker import AT_START, UNREACHED, History, Launch, Promise
-from injection import Injector
+from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import TOKEN, Proxy, server_url
 from reading import read_journal, read_kept, read_letters, read_steps
-from schedules import Fault, Schedule
+from schedules import SQLITE, Fault, Schedule
 from small_runs import TOKEN_VARIABLE, write_toml
 
 LONGEST = 240.0
@@ -57,9 +58,9 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / "tmp").mkdir(parents=True)
         mode = MODES[self.schedule.mode]
-        proxy = Proxy(server_url()) if mode.external else None
+        proxy = Proxy(server_url()) if mode.external else Proxy() if mode.proxied else None
         self._injector = Injector(self.folder, proxy)
-        made = recipe(mode, self.folder, None if proxy is None else proxy.url)
+        made = recipe(mode, self.folder, proxy.url if proxy is not None and mode.external else None)
         try:
             finished = self._launches(write_toml(self.folder / "recipe.toml", made))
         finally:
@@ -88,7 +89,12 @@ class Trial:
             self.injected.append(point)
             hit.append("point")
         log = self.folder / f"launch{len(self.launches)}.log"
-        trainer = start_trainer(words, self.folder, self._injector.shim, log, point.place if point else "")
+        more = {"UNDERSTUDY_FAULT": point.place} if point else {}
+        if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
+            more["UNDERSTUDY_NEMESIS_PROXY"] = str(self._injector.proxy.port)
+        if any(one.kind == SQLITE for one in self.schedule.faults):
+            more |= {"LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(self._injector.flush)}
+        trainer = start_trainer(words, self.folder, self._injector.shim, log, more)
         before = self._steps()
         started = ready = self._last_fault = time.monotonic()
         while trainer.poll() is None:
@@ -133,17 +139,17 @@ class Trial:
         )  # fmt: skip
 
 
-def start_trainer(words: list[str], folder: Path, shim: Path, log: Path, point: str = "") -> psutil.Popen:
+def start_trainer(
+    words: list[str], folder: Path, shim: Path, log: Path, more: Mapping[str, str]
+) -> psutil.Popen:
     """`understudy WORDS` in a session of its own, with its temporary files in the folder and its output in the log."""
     env = {
         **os.environ, "OMP_NUM_THREADS": "1", _MARK: str(folder), "TMPDIR": str(folder / "tmp"),
         "UNDERSTUDY_NEMESIS_SHIM": str(shim), TOKEN_VARIABLE: TOKEN,
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).with_name("shim")), str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]
-        ),
+        ), **more,
     }  # fmt: skip
-    if point:
-        env["UNDERSTUDY_FAULT"] = point
     with log.open("wb") as sink:
         return psutil.Popen(
             [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import random
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from checker import DISK
+from checker import DISK, NO_MEMORY
 from modes import ROLES
 from network import Proxy
-from schedules import CLOCK, FSYNC, NETWORK, Fault
+from schedules import CLOCK, FSYNC, MEMORY, NETWORK, SQLITE, Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _HALF_A_LINE = b'{"step": 99, "actor/lo'
 _FULL_AT = 64 << 10
 """Bytes beyond which no file of the trainer can grow while its disk is full."""
+_SPARE = 4 << 20
+"""Bytes that a process without memory can still get."""
 
 
 class Injector:
@@ -28,6 +35,8 @@ class Injector:
     def __init__(self, folder: Path, proxy: Proxy | None) -> None:
         self.run, self.proxy = folder / "run", proxy
         self.shim = folder / "shim.json"
+        self.flush = folder / "flush-fails"
+        """While it exists, flushes of the journal fail (`shim/flush.c`)."""
         self._lasting: list[tuple[float, Callable[[], None]]] = []
 
     def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
@@ -37,8 +46,10 @@ class Injector:
             return None
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
-        if fault.kind in (*FSYNC, "full disk"):
+        if fault.kind in (*FSYNC, SQLITE, "full disk"):
             return DISK
+        if fault.kind == MEMORY:
+            return NO_MEMORY
         if fault.kind in ("everything", "tear", "corrupt"):
             return "kill"
         return fault.kind if fault.role == "trainer" else f"{fault.kind} {fault.role}"
@@ -61,6 +72,13 @@ class Injector:
             _, hard = target.rlimit(psutil.RLIMIT_FSIZE)
             target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT, hard))
             self._later(fault.seconds, lambda: _room(target, hard))
+        elif fault.kind == SQLITE:
+            self.flush.touch()
+            self._later(fault.seconds, lambda: self.flush.unlink(missing_ok=True))
+        elif fault.kind == MEMORY:
+            _, hard = target.rlimit(psutil.RLIMIT_AS)
+            target.rlimit(psutil.RLIMIT_AS, (target.memory_info().vms + _SPARE, hard))
+            self._later(fault.seconds, lambda: _room(target, hard, psutil.RLIMIT_AS))
         elif fault.kind in CLOCK:
             self._tell(clock=fault.seconds)
         elif fault.kind in FSYNC:
@@ -120,9 +138,20 @@ def _resume(process: psutil.Process) -> None:
         process.resume()
 
 
-def _room(process: psutil.Process, hard: int) -> None:
+def _room(process: psutil.Process, hard: int, limit: int = psutil.RLIMIT_FSIZE) -> None:
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
-        process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        process.rlimit(limit, (hard, hard))
+
+
+@functools.cache
+def flush_library() -> str:
+    """`shim/flush.c`, compiled once in this process."""
+    folder = Path(tempfile.mkdtemp(prefix="understudy-nemesis-shim-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source = Path(__file__).with_name("shim") / "flush.c"
+    library = folder / "flush.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return str(library)
 
 
 def _target(fault: Fault, trainer: psutil.Popen) -> psutil.Process | None:

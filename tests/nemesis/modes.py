@@ -48,6 +48,8 @@ class Mode:
     staleness: float | None = None
     external: bool = False
     """One teacher is a server outside the run, behind a proxy."""
+    proxied: bool = False
+    """Connections between the run's own processes go through a proxy."""
     held_out: int = 0
     """Problems that the student is evaluated on."""
 
@@ -70,6 +72,7 @@ MODES = {
     "critic": Mode(_PPO, ("trainer", "critic")),
     "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
     "external teacher": Mode(external=True),
+    "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),
 }
 STEPS = 6
 ROWS = 300

@@ -1,4 +1,4 @@
-"""A teacher's server outside the run, and a proxy before it that delays, resets or cuts the connection."""
+"""A proxy that delays, resets or cuts connections: to a teacher's server outside the run, or between its own processes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def server_url() -> str:
 
 
 class Proxy:
-    """Passes TCP connections on, on a thread of its own. `trouble` is partition, delay, reset or empty."""
+    """Passes TCP connections on, on a thread of its own. `trouble` is partition, delay, reset or empty.
 
-    def __init__(self, target: str) -> None:
-        self._target = urlsplit(target)
+    Without a target, the first line of a connection is the port that it is passed on to (`shim/`)."""
+
+    def __init__(self, target: str | None = None) -> None:
+        self._target = None if target is None else urlsplit(target)
         self.trouble = ""
         self.port = 0
         self._open: set[asyncio.StreamWriter] = set()
@@ -83,9 +85,12 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            host, port = self._target.hostname, self._target.port
+            if self._target is None:
+                host, port = "127.0.0.1", int(await reader.readline())
+            else:
+                host, port = str(self._target.hostname), int(self._target.port or 0)
             far_reader, far_writer = await asyncio.open_connection(host, port)
-        except OSError:
+        except (OSError, ValueError):
             writer.transport.abort()
             return
         self._open |= {writer, far_writer}

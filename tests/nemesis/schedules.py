@@ -22,10 +22,13 @@ POINTS = (
 """Places in the trainer's code (`observability/faults.py`) at which it may be killed."""
 CLOCK = ("clock",)
 FSYNC = {"slow fsync": "slow", "failing fsync": "fail"}
+SQLITE = "failing sqlite flush"
+MEMORY = "no memory"
 NETWORK = ("partition", "delay", "reset")
 KINDS = {
     "kill": 4, "terminate": 2, "freeze": 3, "point": 3, "tear": 1, "corrupt": 1, "everything": 1,
     "full disk": 1, "failing fsync": 1, "slow fsync": 1, "clock": 1,
+    SQLITE: 1, MEMORY: 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
 
@@ -36,8 +39,9 @@ class Fault:
     """kill, terminate or freeze a process; everything: kill all processes of the run at once; tear: kill the trainer
     and leave half a write at the end of its files; corrupt: kill it and damage the newest checkpoint; point: the next
     trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
-    failing or slow fsync; clock: `time.time` jumps by `seconds`; partition, delay, reset: of the connection to the
-    external teacher."""
+    failing or slow fsync; failing sqlite flush: of the journal's files, in C; no memory: the process gets none beyond
+    what it has; clock: `time.time` jumps by `seconds`; partition, delay, reset: of the connections to the external
+    teacher, or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
     """Steps whose metrics are written before the fault."""
@@ -88,7 +92,8 @@ def draw_fault(chance: random.Random, mode: str) -> Fault:
     others = MODES[mode].roles[1:]
     # Half of the faults of a process hit the newest kind of process that the mode has.
     role = chance.choice(("trainer", *others, *others[-1:]))
-    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if MODES[mode].external else {})}
+    networked = MODES[mode].external or MODES[mode].proxied
+    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {})}
     kind = chance.choices(list(weights), list(weights.values()))[0]
     which = chance.randrange(100)
     if kind == "point":
@@ -104,7 +109,9 @@ def draw_fault(chance: random.Random, mode: str) -> Fault:
         return Fault(
             kind, "trainer", after, delay, seconds=chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
         )
-    lasts = round(chance.uniform(0.5, 8), 2) if kind in (*FSYNC, *NETWORK, "full disk") else 0.0
+    lasts = (
+        round(chance.uniform(0.5, 8), 2) if kind in (*FSYNC, *NETWORK, SQLITE, MEMORY, "full disk") else 0.0
+    )
     return Fault(kind, "trainer", after, delay, which, lasts)
 
 

@@ -29,16 +29,26 @@ sys.path += [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent / "contract" /
 
 from checker import AT_START, History, Launch, Promise, violations  # noqa: E402
 from driver import left_behind, processes_of, start_trainer  # noqa: E402
-from injection import Injector  # noqa: E402
+from injection import Injector, flush_library  # noqa: E402
 from reading import read_journal, read_kept, read_letters, read_steps  # noqa: E402
-from schedules import POINTS, Fault, draw_fault  # noqa: E402
+from schedules import MEMORY, POINTS, SQLITE, Fault, draw_fault  # noqa: E402
 from small_runs import ASSETS  # noqa: E402
 
 MODE = "sync full"
 LAST_STEPS = 200
 STUCK = 900.0
 """Seconds without a finished step after which the soak gives up: the run should have said what it waits for."""
-ENDS_A_LAUNCH = {"kill", "terminate", "everything", "tear", "corrupt", "full disk", "failing fsync"}
+ENDS_A_LAUNCH = {
+    "kill",
+    "terminate",
+    "everything",
+    "tear",
+    "corrupt",
+    "full disk",
+    "failing fsync",
+    SQLITE,
+    MEMORY,
+}
 OVERRIDES = ["trainer.steps=100000", "trainer.checkpoint_every=5", "trainer.eval_every=200", "run.threads=1"]
 
 
@@ -145,7 +155,10 @@ class Soak:
         return Launch(int(trainer.returncode), tuple(hit), self._log().read_text(errors="replace"))
 
     def _start(self, words: list[str], point: str = "") -> psutil.Popen:
-        return start_trainer(words, self.folder, self.injector.shim, self._log(), point)
+        more = {"LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(self.injector.flush)}
+        if point:
+            more["UNDERSTUDY_FAULT"] = point
+        return start_trainer(words, self.folder, self.injector.shim, self._log(), more)
 
     def _log(self) -> Path:
         return self.folder / f"launch{len(self.launches):04d}.log"

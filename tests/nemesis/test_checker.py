@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checker import AT_START, DISK, UNREACHED, Event, History, Launch, Promise, violations
+from checker import AT_START, DISK, NO_MEMORY, UNREACHED, Event, History, Launch, Promise, violations
 
 PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
 
@@ -82,6 +82,13 @@ def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
     assert any(
         "ended with 2" in one for one in violations(replace(good(), launches=launches), good(), PROMISE)
     )
+
+
+def test_a_launch_without_memory_may_end_if_it_says_so() -> None:
+    for said, wrong in (("the trainer is out of memory", False), ("error: unexpected", True)):
+        launches = [Launch(2, (NO_MEMORY,), said), Launch(0, ())]
+        found = violations(replace(good(), launches=launches), good(), PROMISE)
+        assert bool(found) is wrong, found
 
 
 def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from checker import NO_MEMORY
 from driver import processes_of
-from injection import Injector
+from injection import Injector, flush_library
 from network import Proxy
 from schedules import Fault
 
@@ -61,6 +63,120 @@ def test_clock_flushes_and_room_fail_and_recover(tmp_path: Path) -> None:
         injector.undo(everything=True)
         assert ask("write") == "0 ok"
         process.kill()
+
+
+JOURNAL = """
+import asyncio, sys
+from pathlib import Path
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.errors import DataPlaneError
+
+async def main(folder, flag):
+    plane = EmbeddedDataPlane.open(folder, max_rows=99, max_bytes=10**6, spill_bytes=10**6)
+    await plane.put("train", {"a_0_0": {"reward": 1.0}})
+    flag.touch()
+    try:
+        await plane.sync()
+    except OSError as error:
+        print("sync:", error.strerror)
+    def failed(told):
+        print("checkpoint:", told)
+    plane._store.journal.on_failure = failed
+    plane._store.journal._to_thread(plane._store.journal.writer.checkpoint, plane._store.journal._checkpointed)
+    await asyncio.sleep(0.2)
+    await plane.close()
+    print("closed")
+    flag.unlink()
+    plane = EmbeddedDataPlane.open(folder, max_rows=99, max_bytes=10**6, spill_bytes=10**6)
+    print(list(await plane.list("train")))
+    await plane.close()
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_flushes_that_sqlite_makes_fail_and_cost_nothing(tmp_path: Path) -> None:
+    """A failing flush is told with the journal's file; the log is whole, so the next open has the row."""
+    flag = tmp_path / "flag"
+    env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
+    command = [sys.executable, "-c", JOURNAL, str(tmp_path / "plane"), str(flag)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    sync, checkpoint, *rest = done.stdout.splitlines() or [done.stderr]
+    assert sync == "sync: Input/output error", done
+    assert f"{tmp_path}/plane/journal.sqlite cannot be checkpointed: disk I/O error" in checkpoint, done
+    assert "free space or mend the disk" in checkpoint
+    assert rest == ["closed", "['a_0_0']"], done
+
+
+def test_a_process_without_memory_gets_none_until_the_fault_ends(tmp_path: Path) -> None:
+    code = """
+import sys
+for line in sys.stdin:
+    try:
+        print(len(bytearray(1 << 28)), flush=True)
+    except MemoryError:
+        print("none", flush=True)
+"""
+    injector = Injector(tmp_path, None)
+    with psutil.Popen(
+        [sys.executable, "-c", code], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+
+        def ask() -> str:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        assert ask() == str(1 << 28)
+        assert injector.inject(Fault("no memory", seconds=60.0), process) == NO_MEMORY
+        assert ask() == "none"
+        injector.undo(everything=True)
+        assert ask() == str(1 << 28)
+        process.kill()
+
+
+def test_connections_between_processes_go_through_the_proxy(tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = """
+import asyncio, sys
+import aiohttp
+async def main():
+    timeout = aiohttp.ClientTimeout(total=1.0)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for line in sys.stdin:
+            try:
+                async with session.head(f"http://127.0.0.1:{sys.argv[1]}/") as reply:
+                    print(reply.status, flush=True)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                print(type(error).__name__, flush=True)
+asyncio.run(main())
+"""
+    proxy = Proxy()
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).with_name("shim")),
+        "UNDERSTUDY_NEMESIS_PROXY": str(proxy.port),
+    }
+    command = [sys.executable, "-c", code, str(server.server_port)]
+    with psutil.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def ask() -> str:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        assert ask() == "200"
+        proxy.make("partition")
+        assert ask() == "TimeoutError"
+        proxy.make("reset")
+        assert ask() not in ("200", "TimeoutError")
+        proxy.make("")
+        assert ask() == "200"
+        process.kill()
+    proxy.close()
+    server.shutdown()
 
 
 def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def explained(error: BaseException, recipe: Recipe) -> BaseException:
     """The error, or for known causes an error that names the recipe keys to change."""
     if is_full_memory(error):
         return _full_memory(error, recipe)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return _no_host_memory(recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
         return _not_repeatable(error)
     return error
@@ -108,6 +110,15 @@ def _full_memory(error: BaseException, recipe: Recipe) -> PolicyError:
             "student.gradient_checkpointing = true computes activations twice instead of keeping them"
         )
     return PolicyError(f"the GPU's memory is full: {cause}.\n" + "\n".join(f"- {way}" for way in ways))
+
+
+def _no_host_memory(recipe: Recipe) -> PolicyError:
+    return PolicyError(
+        "the trainer is out of memory on this machine; what was saved before is intact, and `understudy resume` goes on.\n"
+        f"- trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) and rollout.max_batch "
+        f"(now {recipe.rollout.max_batch}) decide what a step holds\n"
+        "- fewer teachers.NAME.replicas and rollout.workers leave more of the machine's memory"
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -311,7 +322,7 @@ async def _attempt(
                 "dead_letters": system.state.tally.dead_letters,
             }
         return steps
-    except (BaseExceptionGroup, RuntimeError, OSError) as error:
+    except (BaseExceptionGroup, RuntimeError, MemoryError, OSError) as error:
         cause = _of_disk(explained(_first_cause(error), recipe), run)
         if cause is error:
             raise

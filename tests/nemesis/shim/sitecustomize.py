@@ -1,7 +1,10 @@
 """Imported by every Python process of a disturbed run before anything else: lets the driver move clocks and fail `fsync`.
 
 The driver writes what is wrong at the moment into the file that UNDERSTUDY_NEMESIS_SHIM names. Without the variable
-nothing is changed. SQLite flushes its files without Python, so its own flushes do not pass here.
+nothing is changed. SQLite flushes its files without Python: `flush.c` is for those.
+
+With UNDERSTUDY_NEMESIS_PROXY, a port, connections between processes of this machine go through the driver's proxy there.
+The first line that is sent to it names the port that was meant.
 """
 
 import errno
@@ -10,6 +13,7 @@ import os
 import time
 
 _FILE = os.environ.get("UNDERSTUDY_NEMESIS_SHIM")
+_PROXY = os.environ.get("UNDERSTUDY_NEMESIS_PROXY")
 
 
 def _install(file: str) -> None:
@@ -41,5 +45,22 @@ def _install(file: str) -> None:
     time.time, os.fsync = moved, flush
 
 
+def _by_proxy(proxy: int) -> None:
+    import asyncio.selector_events
+
+    loop = asyncio.selector_events.BaseSelectorEventLoop
+    connect = loop.sock_connect
+
+    async def sock_connect(self, sock, address):
+        local = isinstance(address, tuple) and address[0] == "127.0.0.1"
+        await connect(self, sock, ("127.0.0.1", proxy) if local else address)
+        if local:
+            await self.sock_sendall(sock, b"%d\n" % address[1])
+
+    loop.sock_connect = sock_connect
+
+
 if _FILE:
     _install(_FILE)
+if _PROXY:
+    _by_proxy(int(_PROXY))

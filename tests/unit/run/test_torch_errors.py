@@ -44,6 +44,19 @@ def test_a_driver_without_memory_names_what_to_set() -> None:
     assert "trainer.micro_batch_tokens" in str(told) and "docs.nvidia.com" not in str(told)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
+    ],
+)
+def test_a_machine_without_memory_names_what_to_set_and_that_a_resume_goes_on(error: Exception) -> None:
+    told = str(explained(error, RECIPE))
+    for part in ("out of memory", "understudy resume", "trainer.micro_batch_tokens (now 65536)", "replicas"):
+        assert part in told
+
+
 def test_other_errors_stay_what_they_are() -> None:
     error = DataError("a row")
     assert explained(error, RECIPE) is error
