@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from understudy.assets import __file__ as assets
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.types.scores import ScoreItem, Signal
 
@@ -48,7 +48,7 @@ from step_problem import Row, save
 CLIENTS, PROCESSES, REQUESTS, ROWS_EACH, TOPK = 64, 2, 4, 40, 8
 KINDS = 8
 """Different requests; each is asked many times."""
-MODEL = Path(assets).parent / "quickstart" / "models" / "teacher-add"
+MODEL = Path(str(resources.files("understudy.assets"))) / "quickstart" / "models" / "teacher-add"
 
 
 def request(kind: int) -> list[ScoreItem]:

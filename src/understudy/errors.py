@@ -31,6 +31,8 @@ from collections.abc import Sequence
 
 LOST_PEER = 4
 """The exit code of a process that ends because another process of its group is gone."""
+NO_THREAD = "can't start new thread"
+"""In Python's error on a machine without memory, or without room for another process."""
 
 
 class UnderstudyError(Exception):

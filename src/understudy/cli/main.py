@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -86,6 +87,13 @@ def _run(words: list[str]) -> int:
         # The reader of our output (`| head`) has closed it, which is no error.
         sys.stderr.close()
         return 0
+    except MemoryError:
+        # Not by rich, whose import needs memory.
+        os.write(
+            2,
+            b"error: out of memory on this machine; stop other programs, then give the same command or resume\n",
+        )
+        return 2
     except Exception as error:
         raise_if_interrupted()  # an import may have made an ImportError of it
         if options.debug:

@@ -22,7 +22,14 @@ from understudy.config import Recipe
 from understudy.config.checks.capacity import capacity_notes
 from understudy.config.recipe import Overrides
 from understudy.dataplane.dead_letters import count_letters
-from understudy.errors import ConfigError, PolicyError, RankLost, RunDirectoryError, UnderstudyError
+from understudy.errors import (
+    NO_THREAD,
+    ConfigError,
+    PolicyError,
+    RankLost,
+    RunDirectoryError,
+    UnderstudyError,
+)
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
@@ -67,7 +74,9 @@ def explained(error: BaseException, recipe: Recipe) -> BaseException:
     """The error, or for known causes an error that names the recipe keys to change."""
     if is_full_memory(error):
         return _full_memory(error, recipe)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or any(
+        said in str(error) for said in ("can't allocate memory", NO_THREAD)
+    ):
         return _no_host_memory(recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
         return _not_repeatable(error)

@@ -48,6 +48,7 @@ def test_a_driver_without_memory_names_what_to_set() -> None:
     "error",
     [
         MemoryError(),
+        RuntimeError("can't start new thread"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
     ],
 )

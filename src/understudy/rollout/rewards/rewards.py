@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from understudy.errors import ConfigError, DataError
+from understudy.errors import NO_THREAD, ClusterError, ConfigError, DataError
 from understudy.rollout.loading import load_object
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.reward_threads import DaemonThreads
@@ -122,6 +122,11 @@ class Rewards:
                 # On a thread: a slow reward must not block other rollouts.
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:
+            if NO_THREAD in str(error):
+                raise ClusterError(
+                    f"reward {reward.name} got no thread: this machine is out of memory or of processes; stop other programs, "
+                    "then `understudy resume`"
+                ) from error
             raise DataError(
                 f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"
             ) from error

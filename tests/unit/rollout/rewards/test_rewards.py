@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from chat_tokenizers import chat_tokenizer
 
-from understudy.errors import ConfigError, DataError
+from understudy.errors import ClusterError, ConfigError, DataError
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Reward, Rewards, last_turn, load_reward
 from understudy.types.prompt import Prompt
@@ -91,6 +91,14 @@ def test_a_result_that_is_not_a_number_names_the_row(result: Any) -> None:
 def test_a_reward_that_raises_names_itself_and_the_row() -> None:
     with pytest.raises(DataError, match="broken raised on row 00000-0000001_0_0: ZeroDivisionError"):
         reward_of(Reward("broken", lambda row, text: 1 / 0))
+
+
+def test_a_machine_without_threads_is_no_fault_of_the_row() -> None:
+    def starved(row: Mapping[str, Any], text: str) -> float:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(ClusterError, match="starved got no thread: this machine is out of memory"):
+        reward_of(Reward("starved", starved))
 
 
 def test_loading_by_name() -> None:
