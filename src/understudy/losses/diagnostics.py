@@ -22,6 +22,7 @@ buckets show from where on."""
 
 MEAN_COLUMNS = {
     "entropy": "actor/entropy",
+    "engine_diff": "actor/engine_diff",
     "k1": "actor/distillation/k1",
     "student_mass": "actor/distillation/student_mass",
     "teacher_mass": "actor/distillation/teacher_mass",
@@ -41,6 +42,7 @@ MEAN_COLUMNS = {
 
 DRAWN_COLUMNS = {
     "k1",
+    "engine_diff",
     *(
         f"{term}_{name}"
         for term in ("distill", "task")

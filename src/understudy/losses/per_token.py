@@ -88,6 +88,8 @@ def token_losses(
     columns: dict[str, Tensor] = {"logp": view.logp_N.detach()}
     if view.entropy_N is not None:
         columns["entropy"] = view.entropy_N
+    if inputs.behaviour_logprobs_N is not None:
+        columns["engine_diff"] = (columns["logp"] - inputs.behaviour_logprobs_N).abs()
     total = torch.zeros_like(view.logp_N)
     if terms.distill_coef > 0:
         distill = _distill_term(terms, view, inputs, columns)

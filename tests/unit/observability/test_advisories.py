@@ -22,7 +22,7 @@ def healthy(step: int) -> Line:
     left = 1.0 - step / (STEPS + 1)
     line = {
         "actor/loss": 1.5 * left, "actor/distillation/loss": 1.5 * left, "teacher/add/kl": 1.4 * left,
-        "teacher/sort/kl": 1.6 * left, "actor/entropy": 1.6 * left**3, "actor/distillation/overlap_ratio": 0.5 + 0.4 * (1 - left),
+        "teacher/sort/kl": 1.6 * left, "actor/entropy": 1.6 * left**3, "actor/distillation/student_mass": 0.7 + 0.2 * (1 - left), "actor/engine_diff": 0.001,
         "actor/distillation/clamped_share": 0.0, "actor/pg_clipfrac": 0.02, "rollout_corr/abs_diff_mean": 0.001,
         "response_length/mean": 5.0, "response_length/clip_ratio": 0.03, "critic/score/mean": 1 - left,
         "rollout/reward/math/parsed": 0.98, "rollout/filtered_prompts": 3.0, "rollout/rows": 128.0,
@@ -60,7 +60,14 @@ TROUBLE: dict[str, RunFacts] = {
     "entropy_collapse": facts(
         lambda step: {"actor/distillation/loss": 1.5, "actor/loss": 1.5, "teacher/add/kl": 1.5}
     ),
-    "overlap_falls": facts(lambda step: {"actor/distillation/overlap_ratio": 0.9 - 0.4 * step / STEPS}),
+    "overlap_falls": facts(lambda step: {"actor/distillation/student_mass": 0.9 - 0.4 * step / STEPS}),
+    "kl_above_start": facts(
+        lambda step: {
+            "actor/distillation/loss": min(1.5 * step, 3.0),
+            "actor/loss": 3.0,
+            "actor/entropy": 1.6,
+        }
+    ),
     "teacher_solves_nothing": facts(
         lambda step: {"val/teacher_accuracy/sort": 0.0, "val/accuracy/sort": 0.0}
     ),
@@ -108,6 +115,39 @@ def test_answers_without_a_result_are_counted() -> None:
 def test_staleness_explains_a_distance_between_engine_and_trainer() -> None:
     stale = {"rollout_corr/abs_diff_mean": 0.2, "async/staleness/mean": 0.9}
     assert advise(facts(lambda step: stale)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "spoken"),
+    [
+        ({}, ["engine_disagrees"]),
+        ({"rollout": {"temperature": 0.7}}, []),
+        ({"rollout": {"temperature": 0.7}, "loss": {"student_temperature": 0.7}}, ["engine_disagrees"]),
+        ({"rollout": {"top_p": 0.9}}, []),
+    ],
+)
+def test_a_run_without_a_correction_is_measured_where_tokens_are_drawn_as_the_loss_reads_them(
+    recipe: dict[str, Any], spoken: list[str]
+) -> None:
+    lines = [{"step": step, "actor/engine_diff": 0.2} for step in range(1, 21)]
+    assert [one.name for one in advise(RunFacts(History(lines), recipe))] == spoken
+    lines = [line | {"actor/updates": 2.0} for line in lines]
+    assert advise(RunFacts(History(lines), recipe)) == [], "later updates of a step move the student"
+
+
+def test_candidates_of_the_student_count_by_the_teachers_mass() -> None:
+    (found,) = advise(facts(lambda step: {"actor/distillation/teacher_mass": 0.9 - 0.4 * step / STEPS}))
+    assert found.name == "overlap_falls" and "of the teacher on the student's candidates" in found.evidence
+
+
+def test_what_pulls_the_student_away_is_named() -> None:
+    away = {"actor/distillation/loss": 3.0, "actor/loss": 3.0}
+
+    def turn(task: float) -> str:
+        case = facts(lambda step: away if step > 1 else {}, recipe={"loss": {"task_coef": task}})
+        return next(one.turn for one in advise(case) if one.name == "kl_above_start")
+
+    assert "learning_rate" in turn(0.0) and "distill_coef" in turn(1.0)
 
 
 def test_warnings_come_first_and_few_dead_letters_are_a_note() -> None:

@@ -18,14 +18,16 @@ WINDOW = 10
 """Steps at each end of a run that a trend compares."""
 LOSS_FELL, KL_ROSE = 0.9, 1.2
 """Last over first: the loss fell by a tenth while a KL rose by a fifth."""
+KL_ABOVE_START = 1.5
+"""Last steps over the first step: the student is half as far again from the teachers as before training."""
 TRUNCATED = 0.25
 """Share of answers cut at `rollout.max_new_tokens`."""
 LENGTH_GREW, SOME_TRUNCATED = 1.5, 0.05
 """Answers half as long again as at the start, and a twentieth of them cut."""
 ENTROPY_FELL, STILL_APART = 0.25, 0.75
 """Entropy fell to a quarter while the KL is still above three quarters of its start."""
-OVERLAP_FELL = 0.1
-"""Fall of `actor/distillation/overlap_ratio`, absolute."""
+MASS_FELL = 0.1
+"""Fall of the student's probability on the teacher's candidates, or of the teacher's on the student's; absolute."""
 TEACHER_BELOW = 0.05
 """A student this much above its teacher."""
 SAME_REWARD_STEPS = 10
@@ -48,6 +50,8 @@ DEAD_SHARE = 0.01
 """Share of rows that became dead letters; the default of `trainer.max_dead_letters`."""
 LOW_DISK, CHECKPOINTS_LEFT = 1 << 30, 3
 """Free bytes below which the disk counts as low, or below this many more checkpoints."""
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Keys of `[rollout]` and the values at which tokens are drawn from the student's own distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ def kl_rises_while_loss_falls(facts: RunFacts) -> Iterator[Advisory]:
     if loss is None or not 0 < loss[1] < LOSS_FELL * loss[0]:
         return
     keys = {"the teachers": "actor/distillation/loss"}
-    keys |= {f"teacher {name}": f"teacher/{name}/kl" for name in facts.history.named("teacher/", "/kl")}
+    if len(named := facts.history.named("teacher/", "/kl")) > 1:
+        keys |= {f"teacher {name}": f"teacher/{name}/kl" for name in named}
     for who, key in keys.items():
         kl = facts.history.get(key).ends(WINDOW)
         if kl is not None and kl[0] > 0 and kl[1] > KL_ROSE * kl[0]:
@@ -125,6 +130,26 @@ def kl_rises_while_loss_falls(facts: RunFacts) -> Iterator[Advisory]:
                 "Raise loss.distill_coef or lower loss.task_coef; with one teacher alone, see its share of the rows.",
                 (key, "actor/loss"),
             )  # fmt: skip
+
+
+@rule
+def kl_above_start(facts: RunFacts) -> Iterator[Advisory]:
+    """Against the first step, whose rows the untrained student wrote: a learning rate that is too high spoils the
+    student within a few steps, so that medians of ten steps already begin high."""
+    key = "actor/distillation/loss"
+    kl = facts.history.get(key)
+    if len(kl) < 2 * WINDOW or (ends := kl.ends(WINDOW)) is None or kl.values[0] <= 0:
+        return
+    if ends[1] > KL_ABOVE_START * kl.values[0]:
+        paid = bool(facts.key("loss.task_coef", 0.0))
+        yield Advisory(
+            "kl_above_start", "warning", "The student is further from the teachers than before training",
+            f"KL {kl.values[0]:.3g} at step {kl.steps[0]}, {ends[1]:.3g} in the last {WINDOW} steps",
+            "The reward pulls it away: raise loss.distill_coef or lower loss.task_coef, and read some answers."
+            if paid
+            else "Lower trainer.learning_rate, or raise trainer.warmup_steps.",
+            (key,),
+        )  # fmt: skip
 
 
 @rule
@@ -167,15 +192,17 @@ def entropy_collapse(facts: RunFacts) -> Iterator[Advisory]:
 
 @rule
 def overlap_falls(facts: RunFacts) -> Iterator[Advisory]:
-    key = "actor/distillation/overlap_ratio"
-    overlap = facts.history.get(key).ends(WINDOW)
-    if overlap and overlap[0] - overlap[1] > OVERLAP_FELL:
-        yield Advisory(
-            "overlap_falls", "warning", "Student and teacher agree less and less on the likely next tokens",
-            f"overlap of their candidates {overlap[0]:.0%} → {overlap[1]:.0%}, {_steps(facts, key)}",
-            "Lower trainer.learning_rate; check in the token view whether the teacher reads the same template.",
-            (key,),
-        )  # fmt: skip
+    """Candidates are the teacher's, or the student's (`signal = "at_ids"`): the other side's mass on them counts."""
+    for who, whose in (("student", "teacher"), ("teacher", "student")):
+        key = f"actor/distillation/{who}_mass"
+        mass = facts.history.get(key).ends(WINDOW)
+        if mass and mass[0] - mass[1] > MASS_FELL:
+            yield Advisory(
+                "overlap_falls", "warning", "Student and teacher agree less and less on the likely next tokens",
+                f"probability of the {who} on the {whose}'s candidates {mass[0]:.0%} → {mass[1]:.0%}, {_steps(facts, key)}",
+                "Lower trainer.learning_rate; check in the token view whether the teacher reads the same template.",
+                (key,),
+            )  # fmt: skip
 
 
 @rule
@@ -253,7 +280,16 @@ def clamped_or_clipped(facts: RunFacts) -> Iterator[Advisory]:
 
 @rule
 def engine_disagrees(facts: RunFacts) -> Iterator[Advisory]:
+    """`actor/engine_diff` is of every run. It says something of the engine only if each token is drawn from the
+    distribution that the loss reads, by the weights that it trains."""
     key = "rollout_corr/abs_diff_mean"
+    if key not in facts.history.series:
+        key = "actor/engine_diff"
+        alike = facts.key("rollout.temperature", 1.0) == facts.key("loss.student_temperature", 1.0)
+        if not alike or "actor/updates" in facts.history.series:
+            return
+        if any(facts.key(f"rollout.{name}", value) != value for name, value in _NEUTRAL.items()):
+            return
     apart, stale = facts.history.get(key), facts.history.get("async/staleness/mean")
     if len(apart) < WINDOW or any(stale.last(WINDOW)):
         return

@@ -1,0 +1,197 @@
+"""Makes recorded_runs.json: metrics of short quickstart runs, a healthy one and some with one thing wrong.
+
+    python tests/unit/observability/record_runs.py [NAME …]
+
+About half a minute a run on two cores. Only the metrics that the advisories read are kept, with three digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from understudy.observability.advisories.gather import facts_of
+from understudy.observability.rundir import RunDir
+
+ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
+RECORDED = Path(__file__).with_name("recorded_runs.json")
+STEPS = 24
+READ = re.compile(
+    r"actor/(loss|entropy|engine_diff|updates|pg_clipfrac)|actor/distillation/(loss|clamped_share|pg_clipfrac|\w+_mass)"
+    r"|teacher/\w+/kl|response_length/(mean|clip_ratio)|critic/score/mean|val/(teacher_)?accuracy/\w+"
+    r"|rollout/(rows|filtered_prompts|reward/\w+/parsed)|rollout_corr/abs_diff_mean|async/staleness/mean"
+    r"|perf/teacher/\w+/latency_mean|perf/teacher/\w+/\d+/restarts|perf/async/(trainer|teacher)_idle"
+    r"|rows/dead_letters(/\w+)?"
+)
+RECIPE = (
+    "rollout.max_new_tokens",
+    "loss.student_temperature",
+    "trainer.batch_size",
+    "loss.task_coef",
+    "rollout.temperature",
+)
+
+SMALL = (
+    "trainer.batch_size=32",
+    f"trainer.steps={STEPS}",
+    "trainer.warmup_steps=5",
+    "trainer.learning_rate=1e-3",
+    "trainer.eval_samples=40",
+)
+GROUPS = ("loss.task_coef=1.0", "rollout.n=4", "trainer.batch_size=16")
+ADD, SORT, START = (str(ASSETS / "models" / name) for name in ("teacher-add", "teacher-sort", "student"))
+
+
+def long_answers(row: dict[str, Any], text: str) -> float:
+    return len(text) / 16
+
+
+def long_to_a_point(row: dict[str, Any], text: str) -> float:
+    return 1 - abs(len(text) - 9) / 9
+
+
+def varied(row: dict[str, Any], text: str) -> float:
+    return sum(map(ord, text)) % 11 / 10
+
+
+def one_letter(row: dict[str, Any], text: str) -> float:
+    return text.count("a") / 8
+
+
+def fails_for_some(row: dict[str, Any], text: str) -> float:
+    if sum(map(ord, text)) % 6 == 0:
+        raise ValueError("an answer that this reward cannot read")
+    return 0.5
+
+
+def reward(function: Callable[..., float]) -> str:
+    return f"data.reward=record_runs:{function.__name__}"
+
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "healthy": ("trainer.batch_size=64", "trainer.steps=60", "trainer.learning_rate=3e-3", "trainer.warmup_steps=20"),
+    "healthy_async": ("trainer.mode=fully_async",),
+    "no_warmup": ("trainer.learning_rate=3e-3", "trainer.warmup_steps=0"),
+    "high_learning_rate": ("trainer.learning_rate=0.3",),
+    "few_new_tokens": ("rollout.max_new_tokens=3",),
+    "no_marked_number": ("data.reward=understudy.rollout.rewards.builtin:gsm8k", "data.train=ADD_ROWS", "data.eval=ADD_ROWS"),
+    "solved_prompts": (f"student.model={ADD}", "data.train=ADD_ROWS", "trainer.learning_rate=1e-6", *GROUPS),
+    "filtered_prompts": ("rollout.filter_groups=true", "rollout.max_refills=20", *GROUPS, "trainer.batch_size=8"),
+    "paid_for_length": (reward(long_answers), "loss.distill_coef=0.05", "rollout.max_new_tokens=16", *GROUPS),
+    "paid_for_some_length": (reward(long_to_a_point), "loss.distill_coef=0.05", "rollout.max_new_tokens=16", *GROUPS),
+    "paid_for_one_letter": (reward(one_letter), "loss.distill_coef=0.01", *GROUPS),
+    "small_clamp": ("loss.loss_max_clamp=0.5",),
+    "many_epochs": (reward(varied), "loss.distill_coef=1e-9", "trainer.epochs=8", "trainer.learning_rate=3e-3", *GROUPS),
+    "hot_engine": ("rollout.temperature=1.6", "loss.correction.measure=true"),
+    "swapped_teachers": (f"teachers.add.model={SORT}", f"teachers.sort.model={ADD}"),
+    "weak_teacher": (f"student.model={ADD}", f"teachers.add.model={START}", "data.train=ADD_ROWS", "trainer.learning_rate=1e-6"),
+    "slowed_teacher": ("trainer.mode=fully_async",),
+    "answers_of_others": (
+        f"student.model={SORT}", f"teachers.add.model={SORT}", "data.train=ADD_ROWS", "rollout.off_policy=1.0", "loss.sft_coef=1.0",
+        "loss.distill_coef=0.01",
+        "trainer.learning_rate=1e-4",
+    ),
+    "killed_replica": ("trainer.steps=60",),
+    "failing_reward": (reward(fails_for_some), "trainer.max_dead_letters=1.0"),
+}  # fmt: skip
+
+
+def main(names: Iterable[str]) -> None:
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    for name in names or RUNS:
+        with tempfile.TemporaryDirectory() as place:
+            recorded[name] = record(name, Path(place))
+        text = ",\n".join(
+            f"{json.dumps(one)}: {json.dumps(recorded[one])}" for one in RUNS if one in recorded
+        )
+        RECORDED.write_text("{\n" + text + "\n}\n")
+
+
+def record(name: str, place: Path) -> dict[str, Any]:
+    rows = [line for line in (ASSETS / "data/train.jsonl").read_text().splitlines() if '"add"' in line]
+    (place / "add.jsonl").write_text("\n".join(rows) + "\n")
+    words = [word.replace("ADD_ROWS", str(place / "add.jsonl")) for word in (*SMALL, *RUNS[name])]
+    command = [
+        sys.executable,
+        "-m",
+        "understudy.cli.main",
+        "train",
+        str(ASSETS / "recipe.toml"),
+        "--quiet",
+        *words,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    trainer = subprocess.Popen([*command, f"run.dir={place / 'run'}"], env=environment)
+    threading.Thread(
+        target=DISTURBED.get(name, lambda pid, run: None), args=(trainer.pid, place / "run"), daemon=True
+    ).start()
+    print(name, "exit code", trainer.wait(), flush=True)
+    return summary(RunDir(place / "run"))
+
+
+def summary(run: RunDir) -> dict[str, Any]:
+    """Recipe keys, dead letters, and per metric its first and last step and its values."""
+    facts = facts_of(run)
+    metrics = {
+        key: [[one.steps[0], one.steps[-1]], [short(value) for value in one.values]]
+        for key, one in sorted(facts.history.series.items())
+        if READ.fullmatch(key) and (any(one.values) or key.startswith(("critic/", "val/", "rollout/reward/")))
+    }
+    recipe = {key: facts.key(key) for key in RECIPE}
+    return {"recipe": recipe, "dead_letters": dict(facts.dead_letters), "metrics": metrics}
+
+
+def short(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def replicas_of(pid: int, teacher: str) -> list[psutil.Process]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [one for one in children if f"teacher-{teacher}" in " ".join(one.cmdline())]
+
+
+def slow(pid: int, run: Path) -> None:
+    """Stops the sort teacher's replicas for 0.4 s of every half second."""
+    while psutil.pid_exists(pid):
+        try:
+            found = replicas_of(pid, "sort")
+            for sent, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
+                for one in found:
+                    one.send_signal(sent)
+                time.sleep(seconds)
+        except psutil.Error:
+            time.sleep(0.1)
+
+
+def kill(pid: int, run: Path) -> None:
+    """Kills a replica of the add teacher every three seconds, from the second step on."""
+    metrics = run / "metrics.jsonl"
+    while psutil.pid_exists(pid):
+        time.sleep(3)
+        if not metrics.exists() or metrics.read_text().count("\n") < 3:
+            continue
+        try:
+            replicas_of(pid, "add")[0].kill()
+        except (psutil.Error, IndexError):
+            continue
+
+
+DISTURBED: dict[str, Callable[[int, Path], None]] = {"slowed_teacher": slow, "killed_replica": kill}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

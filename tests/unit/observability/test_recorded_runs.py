@@ -1,0 +1,74 @@
+"""The advisories on what real runs recorded: short quickstart runs, each with one thing wrong (`record_runs.py`)."""
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from record_runs import RUNS
+
+from understudy.observability.advisories.history import History, Series
+from understudy.observability.advisories.rules import RunFacts, advise
+
+RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded_runs.json").read_text())
+
+SPOKEN: dict[str, set[str]] = {
+    "healthy": set(),
+    "healthy_async": set(),
+    # It starts too fast and stays where that left it: answers without an end, none right.
+    "no_warmup": {"truncation", "reward_is_constant"},
+    "high_learning_rate": {"kl_above_start", "truncation", "reward_is_constant"},
+    "few_new_tokens": {"truncation", "teacher_solves_nothing"},
+    "no_marked_number": {"no_parsable_result", "reward_is_constant", "teacher_solves_nothing"},
+    "solved_prompts": {"reward_is_constant"},
+    "filtered_prompts": {"groups_without_signal"},
+    # Teachers are measured by the same reward, which is not what they were trained for.
+    "paid_for_length": {"kl_above_start", "truncation", "teacher_below_student"},
+    "paid_for_some_length": {"kl_above_start", "teacher_below_student"},
+    "paid_for_one_letter": {
+        "kl_above_start",
+        "entropy_collapse",
+        "overlap_falls",
+        "truncation",
+        "teacher_below_student",
+        "teacher_solves_nothing",
+    },
+    "small_clamp": {"clamped_or_clipped"},
+    "many_epochs": {"kl_above_start", "teacher_below_student"},
+    "hot_engine": {"engine_disagrees", "truncation", "reward_is_constant"},
+    "swapped_teachers": {"teacher_solves_nothing", "reward_is_constant"},
+    "weak_teacher": {"teacher_below_student"},
+    "slowed_teacher": {"slow_teacher"},
+    "answers_of_others": {"kl_rises_while_loss_falls", "teacher_solves_nothing"},
+    "killed_replica": {"restarting_replica"},
+    "failing_reward": {"dead_letters"},
+}
+
+
+def facts(name: str) -> RunFacts:
+    told = RECORDED[name]
+    history = History()
+    for key, ((first, last), values) in told["metrics"].items():
+        steps = np.linspace(first, last, len(values)).round().astype(int)
+        history.series[key] = Series(array("q", steps.tolist()), array("d", values))
+    tables: dict[str, Any] = {}
+    for key, value in told["recipe"].items():
+        section, _, rest = key.partition(".")
+        tables.setdefault(section, {})[rest] = value
+    return RunFacts(history, tables, told["dead_letters"])
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_what_is_wrong_is_named(name: str) -> None:
+    assert {one.name for one in advise(facts(name))} == SPOKEN[name]
+
+
+def test_every_run_that_the_script_makes_is_here() -> None:
+    assert SPOKEN.keys() == RUNS.keys() == RECORDED.keys()
+
+
+def test_one_teacher_is_named_once() -> None:
+    away = [one for one in advise(facts("answers_of_others")) if one.name == "kl_rises_while_loss_falls"]
+    assert len(away) == 1 and "KL 3.45 → 5.2" in away[0].evidence
