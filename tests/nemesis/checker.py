@@ -20,6 +20,7 @@ optimizer and metrics are those of the undisturbed run, so the rows trained are 
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ UNREACHED = "the network, before the launch's first step"
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 NO_MEMORY = "the memory"
-"""A launch may end with 2 and say that there was no memory."""
+"""A launch may end with 2 and say that there was no memory, or by a signal of native code that got none."""
 _CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
 
 
@@ -109,6 +110,8 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
             allowed.add(2)
+        if NO_MEMORY in launch.faults:
+            allowed |= {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
         if NO_MEMORY in launch.faults and re.search(r"out of memory|no memory", launch.output):
             allowed.add(2)
         if launch.code not in allowed:

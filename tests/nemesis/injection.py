@@ -23,8 +23,8 @@ from schedules import CLOCK, FSYNC, MEMORY, NETWORK, SQLITE, Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _HALF_A_LINE = b'{"step": 99, "actor/lo'
-_FULL_AT = 64 << 10
-"""Bytes beyond which no file of the trainer can grow while its disk is full."""
+_FULL_AT = (64 << 10, 12 << 10, 1 << 10)
+"""Bytes beyond which no file of the trainer can grow while its disk is full; `Fault.which` chooses."""
 _SPARE = 4 << 20
 """Bytes that a process without memory can still get."""
 
@@ -70,7 +70,7 @@ class Injector:
             (self._tear if fault.kind == "tear" else self._corrupt)(random.Random(fault.which))
         elif fault.kind == "full disk":
             _, hard = target.rlimit(psutil.RLIMIT_FSIZE)
-            target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT, hard))
+            target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT[fault.which % len(_FULL_AT)], hard))
             self._later(fault.seconds, lambda: _room(target, hard))
         elif fault.kind == SQLITE:
             self.flush.touch()

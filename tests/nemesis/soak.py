@@ -88,7 +88,7 @@ class Soak:
                 self.launches.append(self._disturbed(["resume", str(self.run)] if begun else quickstart))
             self.injector.undo(everything=True)
             if not self.gave_up:
-                steps = _last_step(self.run) + LAST_STEPS
+                steps = last_step(self.run) + LAST_STEPS
                 last = self._start(["resume", str(self.run), f"trainer.steps={steps}"])
                 deadline = time.monotonic() + STUCK + 3 * LAST_STEPS
                 while last.poll() is None and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class Soak:
             places = [one for one in POINTS if not one.startswith("async")]
             point = f"{self.chance.choice(places)}:{self.chance.randint(1, 12)}"
             hit.append("point")
-        newest, before = _newest_checkpoint(self.run), _last_step(self.run)
+        newest, before = _newest_checkpoint(self.run), last_step(self.run)
         trainer = self._start(words, point)
         killed_by_driver = False
         fault: Fault | None = None
@@ -120,7 +120,7 @@ class Soak:
         while trainer.poll() is None:
             time.sleep(0.2)
             self.injector.undo()
-            now, step = time.monotonic(), _last_step(self.run)
+            now, step = time.monotonic(), last_step(self.run)
             before = min(before, step)  # a resume cuts the steps off that it makes again
             if step != seen:
                 progress, seen = now, step
@@ -137,7 +137,7 @@ class Soak:
                 self._look(trainer)
                 # Kills of a launch that has saved nothing yet are rare, so that the run goes on.
                 saved = _newest_checkpoint(self.run) != newest or self.chance.random() < 0.1
-                fault = self._draw(may_end=saved)
+                fault = self.draw(may_end=saved)
             if fault is not None and (how := self.injector.inject(fault, trainer)) is not None:
                 if step == before and fault.hits_others:
                     how = AT_START
@@ -167,7 +167,7 @@ class Soak:
         if trainer.poll() is None:
             trainer.kill()
 
-    def _draw(self, may_end: bool) -> Fault:
+    def draw(self, may_end: bool) -> Fault:
         while True:
             fault = draw_fault(self.chance, MODE)
             ends = fault.role == "trainer" and fault.kind in ENDS_A_LAUNCH
@@ -177,7 +177,7 @@ class Soak:
     def _note(self, fault: Fault) -> None:
         self.faults[f"{fault.kind} {fault.role}"] += 1
         line = {
-            "minute": round((time.monotonic() - self.started) / 60, 2), "launch": len(self.launches), "step": _last_step(self.run),
+            "minute": round((time.monotonic() - self.started) / 60, 2), "launch": len(self.launches), "step": last_step(self.run),
             "fault": f"{fault.kind} {fault.role}", "seconds": fault.seconds, "place": fault.place,
         }  # fmt: skip
         with (self.folder / "events.jsonl").open("a") as file:
@@ -203,7 +203,7 @@ class Soak:
         history = History(
             self.launches, events, in_flight, read_steps(self.run), letters, read_kept(self.run), {}, left, self.finished and not self.gave_up
         )  # fmt: skip
-        return violations(history, History(), Promise(_last_step(self.run), False, False, None))
+        return violations(history, History(), Promise(last_step(self.run), False, False, None))
 
     def write(self, found: list[str] | None) -> None:
         """The figures so far; `found` is None while the soak goes on."""
@@ -215,15 +215,15 @@ class Soak:
             *(_row(f"of these: {name}", count, "faults") for name, count in sorted(self.faults.items())),
             _row("moments without a process to hit", self.missed, ""),
             _row("launches", len(self.launches), "launches"),
-            _row("steps", _last_step(self.run), "steps"),
+            _row("steps", last_step(self.run), "steps"),
             *(_row(f"largest memory: {role}", round(size), "MB") for role, size in sorted(self.memory.items())),
         ]  # fmt: skip
         if found is not None:
-            rows += [*_accuracies(read_steps(self.run)), _row("violations", len(found), "", "0", not found)]
+            rows += [*accuracies(read_steps(self.run)), _row("violations", len(found), "", "0", not found)]
         self.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _accuracies(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def accuracies(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The student's last accuracy of each task beside its teacher's."""
     last: dict[str, Any] = {}
     for line in lines:
@@ -251,7 +251,7 @@ def _newest_checkpoint(run: Path) -> str:
     return max((path.name for path in (run / "checkpoints").glob("step-*")), default="")
 
 
-def _last_step(run: Path) -> int:
+def last_step(run: Path) -> int:
     """The step of the last whole line of metrics, read from the end of the file: it is long."""
     with suppress(OSError), (run / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - (64 << 10)))

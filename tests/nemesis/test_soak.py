@@ -1,0 +1,32 @@
+"""What the soak draws and reports; the soak itself takes hours (`make soak`)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from soak import ENDS_A_LAUNCH, Soak, accuracies, last_step
+
+
+def test_a_launch_that_has_saved_nothing_is_not_ended(tmp_path: Path) -> None:
+    soak = Soak(tmp_path / "soak", tmp_path / "soak.json", 15.0, random.Random(0), until=0.0)
+    gentle = [soak.draw(may_end=False) for _ in range(300)]
+    assert not [one for one in gentle if one.role == "trainer" and one.kind in ENDS_A_LAUNCH]
+    assert {one.role for one in gentle} == {"trainer", "replica"}
+    ending = {one.kind for one in (soak.draw(may_end=True) for _ in range(300)) if one.role == "trainer"}
+    assert ending & ENDS_A_LAUNCH and "point" not in ending
+
+
+def test_the_last_accuracy_is_compared_with_the_teacher_s() -> None:
+    lines = [
+        {"step": 0, "val/accuracy/add": 0.1, "val/teacher_accuracy/add": 1.0},
+        {"step": 9, "val/accuracy/add": 0.97},
+    ]
+    (row,) = accuracies(lines)
+    assert (row["value"], row["peer_value"], row["ratio"], row["met"]) == (0.97, 1.0, 0.97, False)
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    assert last_step(tmp_path) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "actor/lo')
+    assert last_step(tmp_path) == 2
