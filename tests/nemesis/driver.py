@@ -1,6 +1,6 @@
 """Carries out a schedule against a real run: starts it, injects the faults, resumes it until it ends, and reads its history.
 
-What is not tried here: a lying disk, Ray nodes.
+What is not tried here: a lying disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from small_runs import TOKEN_VARIABLE, write_toml
 LONGEST = 240.0
 """Seconds that a run may take after the last fault. An undisturbed one takes about ten."""
 _MARK = "UNDERSTUDY_NEMESIS"
-_CACHES = ("torchinductor_",)
+_CACHES = ("torchinductor_", "ray")
 """Kept by libraries between processes on purpose."""
 _TESTS = Path(__file__).parents[1]
 

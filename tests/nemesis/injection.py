@@ -163,5 +163,7 @@ def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in sorted(trainer.children(recursive=True), key=lambda one: one.pid):
             with suppress(psutil.NoSuchProcess):
-                if ROLES[role] in child.cmdline():
+                words = child.cmdline() or [""]
+                title = ROLES[role]
+                if title in words or words[0].startswith(title) or words[0].endswith(title):
                     yield child

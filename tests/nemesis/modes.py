@@ -14,8 +14,11 @@ ROLES = {
     "worker": "understudy.rollout.workers.process",
     "rank": "understudy.assembly.processes.rank",
     "critic": "understudy.assembly.processes.critic",
+    "node": "/raylet",
+    "queue": "ray::SimpleStorageUnit",
 }
-"""Role → the module that its processes run. The trainer is the process that was started."""
+"""Role → the module that its processes run, or on Ray the end or beginning of their title. The trainer is the process
+that was started."""
 
 _ASYNC = {"trainer__mode": "fully_async"}
 _GROUPS = {
@@ -50,6 +53,8 @@ class Mode:
     """One teacher is a server outside the run, behind a proxy."""
     proxied: bool = False
     """Connections between the run's own processes go through a proxy."""
+    by_seed: bool = True
+    """Seeds go through it. Otherwise it must be named: it needs the Ray extra, and takes minutes."""
     held_out: int = 0
     """Problems that the student is evaluated on."""
 
@@ -72,6 +77,11 @@ MODES = {
     "critic": Mode(_PPO, ("trainer", "critic")),
     "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
     "external teacher": Mode(external=True),
+    "ray queue": Mode(
+        {"cluster__backend": "ray", "dataplane__backend": "transfer_queue", "dataplane__storage_units": 1},
+        ("trainer", "replica", "node", "queue"),
+        by_seed=False,
+    ),
     "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),
 }
 STEPS = 6

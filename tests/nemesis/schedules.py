@@ -77,7 +77,8 @@ class Schedule:
 def draw(seed: int, mode: str | None = None, most: int = 6) -> Schedule:
     """The schedule of a seed. Seeds go through the modes in turn, unless one is given."""
     chance = random.Random(seed)
-    name = mode or list(MODES)[seed % len(MODES)]
+    by_seed = [name for name, own in MODES.items() if own.by_seed]
+    name = mode or by_seed[seed % len(by_seed)]
     faults: list[Fault] = []
     for _ in range(chance.randint(1, most)):
         fault = draw_fault(chance, name)
