@@ -97,7 +97,8 @@ def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
         connection.execute("COMMIT")
         point("rewind.after_commit")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # after a failed write SQLite has rolled back itself
+            connection.execute("ROLLBACK")
         raise
 
 
@@ -112,5 +113,6 @@ def settle(connection: sqlite3.Connection, step: int) -> None:
         connection.execute("COMMIT")
         point("settle.after_commit")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # after a failed write SQLite has rolled back itself
+            connection.execute("ROLLBACK")
         raise

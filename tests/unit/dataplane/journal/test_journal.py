@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import resource
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,33 @@ def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
     asyncio.run(body())
     assert audit(tmp_path).balanced
     asyncio.run(after())
+
+
+def test_a_full_disk_is_told_by_settle_and_rewind_too(tmp_path: Path) -> None:
+    """SQLite rolls a failed write back itself; a second rollback hid the cause."""
+
+    async def run(rewinds: bool) -> str:
+        plane = EmbeddedDataPlane.open(
+            tmp_path / str(rewinds), max_rows=999, max_bytes=10**8, spill_bytes=10**8
+        )
+        await plane.put("train", {f"{number}_0_0": {"text": "x" * 5000} for number in range(200)})
+        await plane.ack(await plane.claim("train", 200), step=1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = (tmp_path / str(rewinds) / "journal.sqlite-wal").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            await (plane.rewind(0, keep_rows=False) if rewinds else plane.settle(1))
+        except DataPlaneError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            plane._store.journal.abandon()
+        return "no error"
+
+    for rewinds in (False, True):
+        told = asyncio.run(run(rewinds))
+        assert "journal.sqlite cannot be written: " in told and "free space or mend the disk" in told, told
+        assert re.search("disk I/O error|disk is full", told), told
 
 
 def test_a_spill_that_cannot_be_written_stops_the_plane_too(
