@@ -11,11 +11,11 @@ PYTEST := $(BIN)/python -m pytest
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
 
-# Two workers: most tests wait for processes of their own; a file's tests stay together. Files come in order of their
-# names; xdist would leave those of few and long tests for the end, where one worker waits for the other. Where the Ray extra is installed
+# Three workers: most tests wait for processes of their own; a file's tests stay together. Files come in order of their
+# names; xdist would leave those of few and long tests for the end, where workers wait for the last. Where the Ray extra is installed
 # (`make with-ray`, as CI does), the smallest run on Ray is among them.
 test: lint types
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
