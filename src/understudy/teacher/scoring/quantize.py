@@ -82,7 +82,7 @@ class Fp8Linear(nn.Module):
             scale_a=scale_R1,
             scale_b=self.scale,
             out_dtype=states.dtype,
-            use_fast_accum=True,  # 5 to 18 % faster; its error is a tenth of the rounding of the operands
+            use_fast_accum=True,  # 5 to 17 % less time; float8 operands round far more than it loses
         )
         product = product_RO.unflatten(0, states.shape[:-1])
         return product if self.bias is None else product + self.bias
