@@ -10,7 +10,9 @@ _SCHEDULES = ("constant", "cosine", "linear")
 
 
 def trainer(draft: Draft, fully_async: bool) -> None:
-    steps = _asynchronous(draft) if fully_async else _synchronous(draft)
+    """verl's asynchronous trainers count steps in publishes, each after `sync_every` updates; a step here is an update."""
+    batch, updates = _asynchronous(draft) if fully_async else (_synchronous(draft), 1)
+    steps = _length(draft, batch, updates)
     draft.put("trainer.epochs", draft.get(f"{_ACTOR}.ppo_epochs", 1), f"{_ACTOR}.ppo_epochs")
     _optimizer(draft, steps)
     if draft.get(f"{_ACTOR}.ppo_max_token_len_per_gpu") is not None:
@@ -22,7 +24,7 @@ def trainer(draft: Draft, fully_async: bool) -> None:
     if any(draft.given[key] for key in offload):
         draft.put("trainer.offload_optimizer", True, *offload)
     if draft.get("trainer.save_freq", -1) > 0:
-        draft.put("trainer.checkpoint_every", draft.get("trainer.save_freq"), "trainer.save_freq")
+        draft.put("trainer.checkpoint_every", draft.get("trainer.save_freq") * updates, "trainer.save_freq")
     draft.unsupported("trainer.save_freq", "checkpoints cannot be turned off; trainer.checkpoint_every is 50")
     kept = draft.get("trainer.max_actor_ckpt_to_keep")
     if kept is not None:
@@ -31,7 +33,7 @@ def trainer(draft: Draft, fully_async: bool) -> None:
         draft.notes.append(
             "verl keeps every checkpoint; here the newest 2 and the best are kept (trainer.keep_checkpoints)"
         )
-    _evaluation(draft)
+    _evaluation(draft, updates)
     _names(draft)
 
 
@@ -69,13 +71,17 @@ def _optimizer(draft: Draft, steps: int | None) -> None:
         draft.not_needed(f"{optim}.{key}", "no warm-up is the default")
 
 
-def _evaluation(draft: Draft) -> None:
+def _evaluation(draft: Draft, updates: int) -> None:
     can_evaluate = "reward" in draft.tables.get("data", {}) and "eval" in draft.tables.get("data", {})
-    every = max(draft.get("trainer.test_freq", -1), 0)
+    # Earlier releases of its fully asynchronous trainer read rollout.test_freq.
+    now, earlier = "trainer.test_freq", "rollout.test_freq"
+    key = earlier if draft.get(now) is None and draft.get(earlier) is not None else now
+    every = max(draft.get(key, -1), 0) * updates
     if can_evaluate or not every:
-        draft.put("trainer.eval_every", every, "trainer.test_freq")
+        draft.put("trainer.eval_every", every, key)
     else:
-        draft.unsupported("trainer.test_freq", f"set data.reward, then trainer.eval_every = {every}")
+        draft.unsupported(key, f"set data.eval and data.reward, then trainer.eval_every = {every}")
+    draft.not_needed(earlier, f"{now} counts")
     if draft.get("trainer.val_before_train", True):
         draft.not_needed("trainer.val_before_train", "a run evaluates before its first step")
     else:
@@ -112,19 +118,22 @@ def _names(draft: Draft) -> None:
         )
 
 
-def _synchronous(draft: Draft) -> int | None:
+def _synchronous(draft: Draft) -> int:
+    """Returns the prompts of a batch."""
     batch = draft.get("data.train_batch_size", 1024)
     mini, key = draft.get(f"{_ACTOR}.ppo_mini_batch_size", 256), f"{_ACTOR}.ppo_mini_batch_size"
     draft.put("trainer.batch_size", batch, "data.train_batch_size")
     if mini < batch:
         draft.put("trainer.mini_batch_size", mini, key)
     draft.not_needed(key, "one optimizer step takes the whole batch")
-    return _length(draft)
+    return int(batch)
 
 
-def _asynchronous(draft: Draft) -> int | None:
-    """An update takes ppo_mini_batch_size · require_batches prompts; a publish follows some updates."""
-    if draft.get("trainer.v1.trainer_mode") is not None:
+def _asynchronous(draft: Draft) -> tuple[int, int]:
+    """An update takes ppo_mini_batch_size · require_batches prompts; a publish follows some updates. Returns the
+    prompts of an update, and the updates of a publish."""
+    mode = draft.get("trainer.v1.trainer_mode")
+    if mode is not None:
         draft.put("trainer.mode", "fully_async", "trainer.v1.trainer_mode")
         window, stale, lag = (
             "trainer.v1.separate_async.parameter_sync_step",
@@ -138,27 +147,31 @@ def _asynchronous(draft: Draft) -> int | None:
             "async_training.staleness_threshold",
             0.1,
         )
-    mini, batches = f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches"
-    size = draft.get(mini, 256) * draft.get(batches, 1)
-    draft.put("trainer.batch_size", size, mini, batches)
-    draft.not_needed("data.train_batch_size", "an update takes ppo_mini_batch_size prompts")
-    draft.put("trainer.sync_every", draft.get(window, 4), window)
+    if mode == "colocate_async":  # it publishes after every batch
+        batch, updates = _synchronous(draft), 1
+        draft.not_needed(window, "trainer_mode is colocate_async")
+    else:
+        mini, batches = f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches"
+        batch, updates = draft.get(mini, 256) * draft.get(batches, 1), draft.get(window, 4)
+        draft.put("trainer.batch_size", batch, mini, batches)
+        draft.not_needed("data.train_batch_size", "an update takes ppo_mini_batch_size prompts")
+        draft.put("trainer.sync_every", updates, window)
     draft.put("trainer.max_staleness", float(draft.get(stale, lag)), stale)
     partial = "async_training.partial_rollout"
     draft.put("trainer.partial_rollouts", bool(draft.get(partial, True)), partial)
-    samples = draft.get("rollout.total_rollout_steps")
-    if samples is None or draft.get("trainer.total_training_steps") is not None:
-        return _length(draft)
-    draft.put("trainer.steps", max(samples // size, 1), "rollout.total_rollout_steps")
-    draft.not_needed("trainer.total_epochs", "total_rollout_steps ends the run")
-    return int(max(samples // size, 1))
+    return batch, updates
 
 
-def _length(draft: Draft) -> int | None:
-    steps, epochs = draft.get("trainer.total_training_steps"), draft.get("trainer.total_epochs", 30)
-    if steps is None:
-        draft.put("trainer.passes", float(epochs), "trainer.total_epochs")
-        return None
-    draft.put("trainer.steps", steps, "trainer.total_training_steps")
-    draft.not_needed("trainer.total_epochs", "total_training_steps ends the run")
-    return int(steps)
+def _length(draft: Draft, batch: int, updates: int) -> int | None:
+    samples, steps = draft.get("rollout.total_rollout_steps"), draft.get("trainer.total_training_steps")
+    if steps is not None:
+        draft.put("trainer.steps", steps * updates, "trainer.total_training_steps")
+        draft.not_needed("trainer.total_epochs", "total_training_steps ends the run")
+        return int(steps * updates)
+    if samples is not None:
+        steps = max(samples // batch, 1)
+        draft.put("trainer.steps", steps, "rollout.total_rollout_steps")
+        draft.not_needed("trainer.total_epochs", "total_rollout_steps ends the run")
+        return int(steps)
+    draft.put("trainer.passes", float(draft.get("trainer.total_epochs", 30)), "trainer.total_epochs")
+    return None

@@ -283,7 +283,7 @@ def test_fully_async(kind: str) -> None:
             "trainer.v1.sampler.max_off_policy_threshold": 2,
             f"{ROLLOUT}.n_gpus_per_node": 2,
             f"{ROLLOUT}.nnodes": 1,
-            "trainer.total_training_steps": 200,
+            "trainer.total_training_steps": 200,  # publishes, each after 3 updates
         }
     else:
         more |= {
@@ -300,8 +300,39 @@ def test_fully_async(kind: str) -> None:
     assert found["trainer.sync_every"] == 3 and found["trainer.max_staleness"] == (
         2.0 if kind == "v1" else 0.5
     )
-    assert found["rollout.replicas"] == 2 and found["trainer.steps"] == 200
+    assert found["rollout.replicas"] == 2 and found["trainer.steps"] == (600 if kind == "v1" else 200)
     assert "trainer.mini_batch_size" not in found and "trainer.passes" not in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "updates"),
+    [
+        ({"rollout.test_freq": 5, "async_training.trigger_parameter_sync_step": 3}, 3),
+        ({"rollout.test_freq": 5, "async_training.partial_rollout": True}, 4),
+        ({"trainer.test_freq": 5, "rollout.test_freq": 7, "async_training.trigger_parameter_sync_step": 3}, 3),
+        ({"trainer.test_freq": 5, "trainer.v1.trainer_mode": "separate_async"}, 4),
+        ({"trainer.test_freq": 5, "trainer.v1.trainer_mode": "colocate_async"}, 1),
+    ],
+)  # fmt: skip
+def test_asynchronous_trainers_evaluate_and_save_by_publishes(keys: dict[str, Any], updates: int) -> None:
+    """`rollout.test_freq`: publishes between evaluations; newer releases read `trainer.test_freq` for it."""
+    more = {"data.val_files": "v.parquet", "trainer.save_freq": 10, "trainer.total_training_steps": 60}
+    rewarded = {"reward.custom_reward_function.path": "/code/judge.py"}
+    draft = draft_of(ONE_TEACHER | rewarded | more | keys)
+    found = flatten(tomllib.loads(draft.toml()))
+    key = "trainer.test_freq" if "trainer.test_freq" in keys else "rollout.test_freq"
+    assert draft.problems() == [] and verdict(draft, key) is Verdict.CARRIED
+    assert found["trainer.eval_every"] == 5 * updates and found["trainer.checkpoint_every"] == 10 * updates
+    assert found["trainer.steps"] == 60 * updates
+    if "rollout.test_freq" in keys and key == "trainer.test_freq":
+        assert verdict(draft, "rollout.test_freq") is Verdict.NOT_NEEDED
+
+
+def test_evaluation_without_a_reward_says_what_to_set() -> None:
+    keys = {"rollout.test_freq": 5, "async_training.trigger_parameter_sync_step": 3}
+    draft = draft_of(ONE_TEACHER | keys)
+    assert verdict(draft, "rollout.test_freq") is Verdict.UNSUPPORTED
+    assert "trainer.eval_every = 15" in draft.entries["rollout.test_freq"].text
 
 
 def test_every_key_of_the_asynchronous_trainer_is_known() -> None:
