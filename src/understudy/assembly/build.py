@@ -9,29 +9,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from understudy.assembly.agent_loops import RowWorkerSettings, open_loops
 from understudy.assembly.backends import open_plane
 from understudy.assembly.cpu_threads import products_of_lanes, rare_collection, steady_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
-from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
-from understudy.assembly.learner import load_source, objective_of, policy_settings
+from understudy.assembly.engines import open_engine, publisher_of, sampling_of
+from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import (
     aligners_of,
-    longest_own_prompt,
-    mixed_teachers,
-    once_longest_prompt,
     other_tokenizers,
+    renderer_of,
+    student_facts,
     teacher_prompts_of,
     writable_ids,
 )
 from understudy.assembly.ranks import start_ranks
-from understudy.assembly.self_teachers import FOLDER, EarlierWeights, SelfTeachers
+from understudy.assembly.self_teachers import self_teachers_of
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
-    StudentFacts,
-    Teachers,
     manifests_of,
     router_of,
     start_teachers,
@@ -41,9 +36,8 @@ from understudy.assembly.teachers import (
 from understudy.assembly.this_machine import gpu_names
 from understudy.assembly.usable_ids import Vocabularies, find_usable_ids, keep_usable_ids
 from understudy.cluster.local import LocalProcesses
-from understudy.config import DataConfig, LossConfig, Recipe
+from understudy.config import Recipe
 from understudy.config.base import flatten
-from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
@@ -52,9 +46,8 @@ from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
-from understudy.planning.resolved import EngineSettings, ModelSource, Resolved, resolve
+from understudy.planning.resolved import Resolved, resolve
 from understudy.planning.seating import rollout_devices
-from understudy.planning.teacher_checks import scores_row
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -62,14 +55,11 @@ from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.cursor import PromptCursor
-from understudy.rollout.dataset import Dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
-from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
-from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.callbacks import CallbackRunner
 from understudy.trainers.critic.local import ValueModel
@@ -77,18 +67,15 @@ from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 from understudy.trainers.evaluation.evaluate import eval_prompts
 from understudy.trainers.evaluation.evaluator import Evaluator
-from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
-from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
 from understudy.trainers.prompt_data import PromptData, open_data, pictures_of
-from understudy.trainers.remote_rows.batches import RemoteBatches
 from understudy.trainers.remote_rows.references import RemotePlane
 from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
 from understudy.trainers.remote_rows.rollouts import RemoteRollouts, settings_of
 from understudy.trainers.remote_rows.scoring import RemoteScoring
-from understudy.trainers.row_columns import PARTITION, fact_columns, token_columns, training_columns
+from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.system import Learner, MicroBatches, Producer, RunState, Saves, System, TeacherParts
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import WeightPublisher
@@ -140,14 +127,11 @@ async def build(
         others = other_tokenizers(recipe.teachers, aligned)
         usable = writable_ids(student, others, vocabularies.usable)
         keep_usable_ids(run, usable)
-        rows = (
-            data
-            if data is not None
-            else await asyncio.to_thread(
+        if data is None:
+            data = await asyncio.to_thread(
                 open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers
             )
-        )
-        rows = rows.storing(pictures_of(recipe.data, store.folder))
+        rows = data.storing(pictures_of(recipe.data, store.folder))
         prompts = rows.train
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
         own_prompts = teacher_prompts_of(
@@ -157,7 +141,15 @@ async def build(
             settings.teachers,
             processes,
             seating,
-            _student_facts(settings, recipe, student, prompts, own_prompts, Vocabularies(usable, aligned)),
+            student_facts(
+                settings.engine,
+                recipe.data,
+                recipe.teachers,
+                student,
+                prompts,
+                own_prompts,
+                Vocabularies(usable, aligned),
+            ),
             view,
             secrets.token_urlsafe(24),
             remote_scoring,
@@ -177,17 +169,22 @@ async def build(
             view,
         )
         checkpoints = _checkpoints(recipe, run)
-        self_teachers = _self_teachers(settings, teachers, policy, run, checkpoints)
+        self_teachers = self_teachers_of(
+            recipe.teachers,
+            recipe.trainer,
+            teachers.following,
+            pools,
+            policy,
+            run.path,
+            checkpoints.resumable,
+        )
         await publisher.publish(0)
         if self_teachers is not None:
             await self_teachers.publish(0)
         critic = await _critic(settings, run, coming, view)
         reference = None
-        if settings.reference is not None:
-            reference = await asyncio.to_thread(
-                reference_of, settings.reference, settings.compute.lanes, usable, store
-            )
-
+        if (source := settings.reference) is not None:
+            reference = await asyncio.to_thread(reference_of, source, settings.compute.lanes, usable, store)
         plane = await open_plane(
             recipe.dataplane,
             run,
@@ -196,20 +193,21 @@ async def build(
             start_timeout=recipe.cluster.start_timeout_seconds,
         )
         sees = student.pictures is not None
-        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack, sees, tuple(aligned))
-        renderer = _renderer(settings.engine, recipe.data, student)
+        batches = await batches_of(
+            settings.learn,
+            settings.rows,
+            plane,
+            policy,
+            teachers.heads,
+            stack,
+            pictures=sees,
+            aligned=tuple(aligned),
+        )
+        renderer = renderer_of(settings.engine, recipe.data, student)
         loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
-        metrics = LoggedMetrics(
-            run.metrics,
-            recipe.run.loggers,
-            run.path / "loggers",
-            run.path.name,
-            flatten(redact(recipe.model_dump())),
-            view.note,
-        )
-        stack.callback(metrics.close)
+        metrics = _metrics(recipe, run, stack, view)
         spans = Spans(run.spans)
         stack.callback(spans.close)
         view.on_note = spans.event
@@ -332,28 +330,6 @@ async def _loops(
     )
 
 
-async def _batches(
-    settings: Resolved,
-    loss: LossConfig,
-    plane: DataPlane,
-    policy: Policy | LeadingPolicy,
-    teachers: Teachers,
-    stack: AsyncExitStack,
-    pictures: bool,
-    aligned: tuple[str, ...],
-) -> Batches:
-    scored, heads = bool(teachers.pools), list(teachers.heads.values())
-    dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
-    given = settings.learn.rollout.off_policy > 0
-    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype, given, aligned)
-    if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
-        return local
-    columns = fact_columns(scored), token_columns(loss, scored, pictures)
-    remote = await RemoteBatches.open(plane, policy, settings.rows.fetch_seconds, local, *columns)
-    stack.callback(remote.close)
-    return remote
-
-
 async def _policy_and_engine(
     settings: Resolved,
     devices: Sequence[str],
@@ -380,88 +356,12 @@ async def _policy_and_engine(
     return policy, engine, publisher_of(settings.engine, policy, engine)
 
 
-def _self_teachers(
-    settings: Resolved,
-    teachers: Teachers,
-    policy: Policy | LeadingPolicy,
-    run: RunDir,
-    checkpoints: CheckpointStore,
-) -> SelfTeachers | None:
-    """The teachers that follow the student; None if there are none."""
-    following = teachers.following
-    if not following:
-        return None
-    versions = {name: settings.teachers.teachers[name].version or "start" for name in following}
-    trainer = settings.learn.trainer
-    return SelfTeachers(
-        versions,
-        {name: teachers.pools[name] for name in following},
-        following,
-        policy,
-        EarlierWeights(run.path / FOLDER, checkpoints.resumable),
-        trainer.sync_every if trainer.mode == "fully_async" else 1,
-        PublishGate(),
-    )
-
-
-def _renderer(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
-    return Renderer(
-        student.tokenizer,
-        context=context_of(settings, student),
-        reserve=settings.rollout.max_new_tokens,
-        template_options=settings.rollout.template_options,
-        max_prompt=data.max_prompt_tokens,
-        truncate=data.overlong == "truncate_left",
-        pictures=student.pictures,
-    )
-
-
-def _student_facts(
-    settings: Resolved,
-    recipe: Recipe,
-    student: LoadedModel,
-    prompts: Dataset,
-    own_prompts: TeacherPrompts,
-    vocabularies: Vocabularies,
-) -> StudentFacts:
-    data = recipe.data
-    external = {
-        name: partial(
-            asyncio.to_thread,
-            longest_own_prompt,
-            own_prompts,
-            name,
-            prompts,
-            partial(scores_row, data, recipe.teachers, name),
-        )
-        for name, one in recipe.teachers.items()
-        if (one.reads_own_prompt or name in vocabularies.aligned) and one.placement == "external"
-    }
-    return StudentFacts(
-        vocabulary_of(settings.student.model, settings.student.revision),
-        student.model.get_output_embeddings().weight.shape[0],
-        vocabularies.usable,
-        student.device,
-        context_of(settings.engine, student),
-        sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
-        once_longest_prompt(
-            _renderer(settings.engine, data, student), prompts, partial(scores_row, data, recipe.teachers)
-        ),
-        mixed_teachers(prompts, data.mixture_key),
-        external,
-        student.pictures,
-        _base(settings.student, student)
-        if any(one.placement == "trainer" for one in recipe.teachers.values())
-        else None,
-        vocabularies.aligned,
-    )
-
-
-def _base(settings: ModelSource, student: LoadedModel) -> FrozenModel:
-    """The student without adapters: modules of its own, the same tensors. Made before adapters are put into the
-    student."""
-    twin = student.sharing_copy().model.eval()
-    return FrozenModel(twin, settings.model, settings.dtype, student.device, student.context)
+def _metrics(recipe: Recipe, run: RunDir, stack: AsyncExitStack, view: LiveView) -> LoggedMetrics:
+    told = flatten(redact(recipe.model_dump()))
+    folder = run.path / "loggers"
+    metrics = LoggedMetrics(run.metrics, recipe.run.loggers, folder, run.path.name, told, view.note)
+    stack.callback(metrics.close)
+    return metrics
 
 
 def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:

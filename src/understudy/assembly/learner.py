@@ -1,16 +1,28 @@
-"""Builds what trains the student from settings: models, policy settings and the objective."""
+"""Builds what trains the student from settings: models, policy settings, the objective and its batches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+import torch
+
 from understudy.config import LossConfig
+from understudy.dataplane.base import DataPlane
 from understudy.losses.objective import Objective
 from understudy.planning.objective import objective_arguments
-from understudy.planning.resolved import LearnSettings, ModelSource
+from understudy.planning.resolved import LearnSettings, ModelSource, RowFlow
 from understudy.policy.lora import LoraSettings
 from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.optim.schedule import Schedule, ScheduleKind
+from understudy.policy.policy import Policy
+from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.step import PolicySettings
+from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.models import LoadedModel, load_model
+from understudy.trainers.remote_rows.batches import RemoteBatches
+from understudy.trainers.row_columns import fact_columns, token_columns, training_columns
+from understudy.types.loss import TeacherHead
 from understudy.types.usable_ids import UsableIds
 
 
@@ -60,3 +72,28 @@ def _lora_settings(settings: LearnSettings) -> LoraSettings | None:
     if lora is None:
         return None
     return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), seed=settings.seed)
+
+
+async def batches_of(
+    settings: LearnSettings,
+    flow: RowFlow,
+    plane: DataPlane,
+    policy: Policy | LeadingPolicy,
+    heads: Mapping[str, TeacherHead],
+    stack: AsyncExitStack,
+    *,
+    pictures: bool,
+    aligned: tuple[str, ...],
+) -> Batches:
+    """Lays rows out for updates: read in this process, or fetched by each rank. `pictures`: the student reads them.
+    `aligned`: teachers with another tokenizer."""
+    loss, scored = settings.loss, settings.scored
+    dtype = next((head.weight_VH.dtype for head in heads.values()), torch.bfloat16)
+    given = settings.rollout.off_policy > 0
+    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype, given, aligned)
+    if not isinstance(policy, LeadingPolicy) or not flow.ranks_fetch:
+        return local
+    columns = fact_columns(scored), token_columns(loss, scored, pictures)
+    remote = await RemoteBatches.open(plane, policy, flow.fetch_seconds, local, *columns)
+    stack.callback(remote.close)
+    return remote

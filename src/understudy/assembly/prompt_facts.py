@@ -1,24 +1,29 @@
-"""What a run's rows ask of its teachers: the longest prompt, mixtures, prompts that teachers read themselves, tokens
-of another tokenizer."""
+"""What the student and a run's rows ask of its teachers: the longest prompt, mixtures, prompts that teachers read
+themselves, tokens of another tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, suppress
-from functools import cache
+from functools import cache, partial
 
 from transformers import PreTrainedTokenizerBase
 
-from understudy.config import RolloutConfig, TeacherConfig
+from understudy.assembly.engines import context_of
+from understudy.assembly.teachers import StudentFacts
+from understudy.assembly.usable_ids import Vocabularies
+from understudy.config import DataConfig, RolloutConfig, TeacherConfig
 from understudy.errors import ConfigError, DataError
-from understudy.planning.teacher_checks import own_prompts
+from understudy.planning.resolved import EngineSettings, ModelSource
+from understudy.planning.teacher_checks import own_prompts, scores_row
 from understudy.policy.load import load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, Row
 from understudy.rollout.render import Renderer
 from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.teacher.alignment import TokenAligner, TurnEnds
+from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.teacher.token_bytes import TokenBytes
 from understudy.trainers.models import LoadedModel
 from understudy.types.usable_ids import UsableIds
@@ -27,6 +32,67 @@ _AT_A_TIME = 256
 """Prompts rendered in one batch, which halves the work."""
 _NO_LIMIT = 1 << 30
 _MARKER = "understudy-turn-marker"
+
+
+def student_facts(
+    settings: EngineSettings,
+    data: DataConfig,
+    teachers: Mapping[str, TeacherConfig],
+    student: LoadedModel,
+    prompts: Dataset,
+    own: TeacherPrompts,
+    vocabularies: Vocabularies,
+) -> StudentFacts:
+    """`own`: the prompts that teachers read instead of the student's."""
+    source = settings.student
+    external = {
+        name: partial(
+            asyncio.to_thread,
+            longest_own_prompt,
+            own,
+            name,
+            prompts,
+            partial(scores_row, data, teachers, name),
+        )
+        for name, one in teachers.items()
+        if (one.reads_own_prompt or name in vocabularies.aligned) and one.placement == "external"
+    }
+    return StudentFacts(
+        vocabulary_of(source.model, source.revision),
+        student.model.get_output_embeddings().weight.shape[0],
+        vocabularies.usable,
+        student.device,
+        context_of(settings, student),
+        sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
+        once_longest_prompt(
+            renderer_of(settings, data, student), prompts, partial(scores_row, data, teachers)
+        ),
+        mixed_teachers(prompts, data.mixture_key),
+        external,
+        student.pictures,
+        _base(source, student) if any(one.placement == "trainer" for one in teachers.values()) else None,
+        vocabularies.aligned,
+    )
+
+
+def _base(source: ModelSource, student: LoadedModel) -> FrozenModel:
+    """The student without adapters: modules of its own, the same tensors. Made before adapters are put into the
+    student."""
+    twin = student.sharing_copy().model.eval()
+    return FrozenModel(twin, source.model, source.dtype, student.device, student.context)
+
+
+def renderer_of(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
+    """Writes prompts for the student."""
+    return Renderer(
+        student.tokenizer,
+        context=context_of(settings, student),
+        reserve=settings.rollout.max_new_tokens,
+        template_options=settings.rollout.template_options,
+        max_prompt=data.max_prompt_tokens,
+        truncate=data.overlong == "truncate_left",
+        pictures=student.pictures,
+    )
 
 
 def once_longest_prompt(

@@ -23,6 +23,7 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from understudy.config import TeacherConfig, TrainerConfig
 from understudy.engines.hosted.client import HostChannel
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.errors import CheckpointError
@@ -170,3 +171,26 @@ class SelfTeachers:
             return await self.replicas[name].send(version, tensors, replicas)
 
         await self.pools[name].change_version(version, deliver)
+
+
+def self_teachers_of(
+    teachers: Mapping[str, TeacherConfig],
+    trainer: TrainerConfig,
+    replicas: Mapping[str, FollowingReplicas],
+    pools: Mapping[str, TeacherPool],
+    policy: Policy | LeadingPolicy,
+    run: Path,
+    in_use: Callable[[], Sequence[int]],
+) -> SelfTeachers | None:
+    """None if no teacher follows the student. `replicas`: of those that do. `in_use`: versions that a resume may need."""
+    if not replicas:
+        return None
+    return SelfTeachers(
+        {name: teachers[name].version or "start" for name in replicas},
+        {name: pools[name] for name in replicas},
+        replicas,
+        policy,
+        EarlierWeights(run / FOLDER, in_use),
+        trainer.sync_every if trainer.mode == "fully_async" else 1,
+        PublishGate(),
+    )
