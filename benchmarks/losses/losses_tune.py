@@ -34,7 +34,7 @@ def tune() -> list[Row]:
     def candidates() -> None:
         read = triton_rows.TritonCandidateRows(
             chunk, transform, inputs.token_ids_N, inputs.teacher_ids_NK, inputs.teacher_logprobs_NK,
-            "forward_kl", parameters, "bucket", None, overlap=False, with_gradient=True,
+            "forward_kl", parameters, "bucket", None, with_gradient=True,
         )  # fmt: skip
         read.gradient(grads)
 

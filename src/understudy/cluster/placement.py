@@ -19,6 +19,7 @@ from enum import StrEnum
 from itertools import groupby
 
 from understudy.errors import ClusterError
+from understudy.observability.report import many
 
 
 class DeviceKind(StrEnum):
@@ -41,7 +42,7 @@ class Pool:
     def shape(self, kind: DeviceKind) -> str:
         """For messages: `2 nodes × 4 GPUs`."""
         count = self.per_node(kind)
-        return f"{_many(self.nodes, 'node')} × {_many(count, kind.value)}"
+        return f"{many(self.nodes, 'node')} × {many(count, kind.value)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Placement:
         seats = _seats_for(self, claim, unit)
         if seats is None:
             raise ClusterError(
-                f"no room for {claim.role}/{unit}: it wants {_many(claim.world_size, claim.kind.value)} of one node "
+                f"no room for {claim.role}/{unit}: it wants {many(claim.world_size, claim.kind.value)} of one node "
                 f"of pool {claim.pool}\n{self.draw(claim.pool, claim.kind)}"
             )
         return replace(self, seats=(*self.seats, *seats))
@@ -185,7 +186,7 @@ def _with_claim(placement: Placement, claim: Claim) -> Placement:
         seats = _seats_for(placement, claim, unit)
         if seats is None:
             raise ClusterError(
-                f"{claim.role}/{unit} wants {_many(claim.world_size, claim.kind.value)} of one node, and no node of pool "
+                f"{claim.role}/{unit} wants {many(claim.world_size, claim.kind.value)} of one node, and no node of pool "
                 f"{claim.pool} has them left, though the sum would fit: units may not cross nodes\n"
                 f"{placement.draw(claim.pool, claim.kind)}\nchange the world size, or give the pool another node"
             )
@@ -310,7 +311,3 @@ def _seats_for(placement: Placement, claim: Claim, unit: int) -> list[Seat] | No
         Seat(claim.role, unit, rank, claim.pool, claim.kind, node, device)
         for rank, (node, device) in enumerate(places)
     ]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

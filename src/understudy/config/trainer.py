@@ -97,7 +97,9 @@ class TrainerConfig(Section):
         """How many steps `passes` are; None if the recipe names steps."""
         if self.passes is None:
             return None
-        return f"trainer.passes = {self.passes:g} over {rows} rows in batches of {self.batch_size}: {self.steps_over(rows)} steps"
+        steps = self.steps_over(rows)
+        counted = f"{steps} step{'' if steps == 1 else 's'}"
+        return f"trainer.passes = {self.passes:g} over {rows} rows in batches of {self.batch_size}: {counted}"
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainerConfig:

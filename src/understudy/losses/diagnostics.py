@@ -26,8 +26,6 @@ MEAN_COLUMNS = {
     "k1": "actor/distillation/k1",
     "student_mass": "actor/distillation/student_mass",
     "teacher_mass": "actor/distillation/teacher_mass",
-    "overlap_share": "actor/distillation/overlap_ratio",
-    "overlap_advantage": "actor/distillation/overlap_token_advantage",
     "clamped": "actor/distillation/clamped_share",
     "distill_approx_kl": "actor/distillation/ppo_kl",
     "distill_clipped": "actor/distillation/pg_clipfrac",

@@ -38,8 +38,6 @@ class StudentView:
     """The divergence itself, if a kernel computes it (then `logp_NK` and `log_tail_N` are not leaves)."""
     entropy_N: Tensor | None = None
     """Detached: entropy of q."""
-    overlap_NK: Tensor | None = None
-    """Detached: 1 where a candidate is also among the student's own K best."""
     student_mass_N: Tensor | None = None
     """Detached: q's mass on the candidates, if a kernel computes it."""
     teacher_mass_N: Tensor | None = None
@@ -233,19 +231,11 @@ def _keep_policy_columns(result: PolicyLoss, columns: dict[str, Tensor], prefix:
 def _keep_candidate_columns(
     view: StudentView, teacher_NK: Tensor, none_NK: Tensor | None, columns: dict[str, Tensor]
 ) -> None:
-    student_NK = None if view.logp_NK is None else view.logp_NK.detach().float()
-    if student_NK is not None and none_NK is not None:
-        student_NK = torch.where(none_NK, NO_CANDIDATE, student_NK)
     if view.student_mass_N is not None and view.teacher_mass_N is not None:
         columns["student_mass"], columns["teacher_mass"] = view.student_mass_N, view.teacher_mass_N
-    elif student_NK is not None:
+    elif view.logp_NK is not None:
+        student_NK = view.logp_NK.detach().float()
+        if none_NK is not None:
+            student_NK = torch.where(none_NK, NO_CANDIDATE, student_NK)
         columns["student_mass"] = student_NK.exp().sum(-1)
         columns["teacher_mass"] = teacher_NK.float().exp().sum(-1)
-    if view.overlap_NK is not None and student_NK is not None:
-        overlap, teacher = view.overlap_NK.float(), teacher_NK.float()
-        if none_NK is not None:
-            overlap = torch.where(none_NK, 0.0, overlap)
-        count = overlap.sum(-1)
-        columns["overlap_share"] = count / teacher.shape[-1]
-        advantage = (overlap * teacher.exp() * (student_NK - teacher)).sum(-1)
-        columns["overlap_advantage"] = advantage / count.clamp_min(1)

@@ -21,7 +21,7 @@ def plain_token_losses(
     """(Σ weights·l, per-token columns), straight from the definitions."""
     logits_NV = at_least_float32(student.logits_NV) / student.temperature
     logq_NV = torch.log_softmax(logits_NV, -1)
-    logp_NK = log_tail_N = divergence_N = overlap_NK = None
+    logp_NK = log_tail_N = divergence_N = None
     if objective.uses_candidates:
         ids_NK = inputs.teacher_ids_NK
         assert ids_NK is not None
@@ -29,8 +29,6 @@ def plain_token_losses(
         if objective.tail == "bucket" and ids_NK.shape[1] < student.vocab_size:
             rest_NV = logq_NV.scatter(-1, ids_NK, float("-inf"))
             log_tail_N = floor_log_tail(torch.logsumexp(rest_NV, -1))
-        if objective.overlap:
-            overlap_NK = overlap_with_best(logits_NV.detach(), ids_NK)
     if objective.uses_full_vocabulary:
         assert inputs.teacher_hidden_NH is not None and inputs.teacher_head is not None
         teacher_NV = head_logits(inputs.teacher_hidden_NH, inputs.teacher_head).detach()
@@ -42,7 +40,6 @@ def plain_token_losses(
         log_tail_N=log_tail_N,
         divergence_N=divergence_N,
         entropy_N=-(logq_NV.detach().exp() * logq_NV.detach()).sum(-1),
-        overlap_NK=overlap_NK,
     )
     losses_N, columns = token_losses(objective, view, inputs)
     return (inputs.weights_N.to(losses_N.dtype) * losses_N).sum(), columns
@@ -62,9 +59,3 @@ def head_logits(hidden_NH: Tensor, head: StudentHead | TeacherHead) -> Tensor:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float64 is kept (tests); everything else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def overlap_with_best(logits_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """bool [N, K]: which candidates are among the student's own K best."""
-    best_NK = torch.topk(logits_NV, ids_NK.shape[1], dim=-1).indices
-    return (ids_NK.unsqueeze(-1) == best_NK.unsqueeze(-2)).any(-1)

@@ -54,8 +54,6 @@ class ObjectiveSettings:
     """verl's floor of both sides' log-probabilities (`tail = "drop"` only)."""
     clamp_at_zero: bool = False
     """verl's floor of the sum over K candidates (`tail = "drop"` only)."""
-    overlap: bool = False
-    """Also measure how far the student's own K best overlap the candidates; costs one top-k per row."""
     backend: Backend = "auto"
     """Which fused path: Triton on a CUDA device by default, chunked torch on any other."""
     chunk_bytes: int | None = None

@@ -23,6 +23,11 @@ def is_share(*values: float | None) -> bool:
     return all(value is None or 0 <= value <= 1 for value in values)
 
 
+def many(count: int, noun: str) -> str:
+    """A count with its noun: "1 row", "2 rows"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def mean_reward(value: float, share: bool) -> str:
     """A held-out figure as text: a percentage, or a number if rewards go beyond 0 … 1."""
     return f"{value:.1%}" if share else f"{value:.4g}"

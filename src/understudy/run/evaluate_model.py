@@ -23,6 +23,7 @@ from understudy.errors import ConfigError
 from understudy.media.pictures import Pictures
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
+from understudy.observability.report import many
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.planning.models.opened import check_present
 from understudy.planning.overlong import prompt_limits
@@ -135,7 +136,7 @@ async def evaluate_model(
         recipe.run.seed if recipe else 0,
     )  # fmt: skip
     try:
-        with view.work(f"evaluating on {len(prompts)} problems", len(prompts) * (1 + k)) as advance:
+        with view.work(f"evaluating on {many(len(prompts), 'problem')}", len(prompts) * (1 + k)) as advance:
             answers = await evaluator.greedy(prompts, advance)
             sampled = await evaluator.sampled(prompts, k, advance) if k else []
     finally:

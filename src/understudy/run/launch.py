@@ -34,6 +34,7 @@ from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
+from understudy.observability.report import many
 from understudy.observability.rundir import RunDir, cannot_be_written, read_json, write_atomically
 from understudy.observability.watchdog import watched
 from understudy.planning.objective import describe
@@ -182,7 +183,7 @@ async def resume(
         length = given.length_note(len(data.train)) or f"trainer.steps = {recipe.trainer.steps}"
         key, counted = ("trainer.passes", "passes") if given.passes else ("trainer.steps", "steps")
         raise ConfigError(
-            f"{length}: {run.path} has taken {saved} steps already; {counted} are counted from the start of the run, so give "
+            f"{length}: {run.path} has taken {many(saved, 'step')} already; {counted} are counted from the start of the run, so give "
             f"more, or leave {key} out"
         )
     if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":

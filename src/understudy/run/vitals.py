@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from understudy.observability.report import many
 from understudy.observability.spans import OpenSpan
+from understudy.teacher.pool.metrics import PoolMetrics
 from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.system import System
 from understudy.trainers.wait_graph import wait_graph
@@ -40,13 +42,16 @@ def _critic(system: System) -> dict[str, str]:
 
 
 def _teachers(system: System) -> dict[str, str]:
-    found = {}
-    for name, pool in system.producer.teachers.pools.items():
-        metrics = pool.metrics()
-        replicas = "; ".join(
-            f"replica {replica.name} {replica.state}, {replica.outstanding_requests} requests"
-            for replica in metrics.replicas
-        )
-        paused = "PAUSED, no replica answers; " if metrics.paused else ""
-        found[f"teacher {name}"] = f"{paused}{metrics.queue_depth} requests under way; {replicas}"
-    return found
+    return {
+        f"teacher {name}": teacher_state(pool.metrics())
+        for name, pool in system.producer.teachers.pools.items()
+    }
+
+
+def teacher_state(metrics: PoolMetrics) -> str:
+    replicas = "; ".join(
+        f"replica {replica.name} {replica.state}, {many(replica.outstanding_requests, 'request')}"
+        for replica in metrics.replicas
+    )
+    paused = "PAUSED, no replica answers; " if metrics.paused else ""
+    return f"{paused}{many(metrics.queue_depth, 'request')} under way; {replicas}"

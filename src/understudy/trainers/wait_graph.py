@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from understudy.observability.report import many
 from understudy.observability.spans import OpenSpan
 
 PRODUCER = "produce window"
@@ -72,7 +73,9 @@ def _tasks(spans: Sequence[OpenSpan], now: float) -> list[Edge]:
                 edges.append(Edge("train", f"rows of step {step}", f"produce step {step}", since))
             case "drain":
                 inside = sum(other.name in ("rollout", "reward") for other in spans)
-                edges.append(Edge("train", f"{inside} rollouts to end before it publishes", None, since))
+                edges.append(
+                    Edge("train", f"{many(inside, 'rollout')} to end before it publishes", None, since)
+                )
             case "wait for a slot":
                 edges.append(Edge("admission", "a slot, which a publish frees", "train", since))
             case "evaluate":

@@ -186,9 +186,7 @@ def test_given_up_after_its_restarts_with_its_last_words(
             await pool.score(random_items(2, 1, Signal.SAMPLED))
         assert time.monotonic() - began < 60
         words = str(caught.value)
-        assert (
-            LAST_WORDS in words and "given up after 1 restarts in a row (cluster.restarts.teacher)" in words
-        )
+        assert LAST_WORDS in words and "given up after 1 restart in a row (cluster.restarts.teacher)" in words
 
     with_teacher(tmp_path, monkeypatch, body, plan="serves,dies at once", most=1)
     assert len(lives(tmp_path)) == 2

@@ -99,7 +99,7 @@ def test_a_run_leaves_what_it_promises(
             "trainer.steps=1",
             f"trainer.steps = 1: {finished.dir} has taken 2 steps already; steps are counted",
         ),
-        ("trainer.passes=0.001", f": 1 steps: {finished.dir} has taken 2 steps already; passes are counted"),
+        ("trainer.passes=0.001", f": 1 step: {finished.dir} has taken 2 steps already; passes are counted"),
     ):
         assert main(["resume", str(finished.dir), length]) == 2
         said = capsys.readouterr().err

@@ -81,7 +81,7 @@ OBJECTIVES = [
     ),
     Objective("forward_kl", loss_max_clamp=0.8, chunk_bytes=5_000),
     Objective("forward_kl", "hidden", loss_max_clamp=0.8, task_coef=0.5, chunk_bytes=5_000),
-    Objective("forward_kl", tail="drop", loss_max_clamp=0.2, log_prob_min_clamp=-3.0, overlap=True),
+    Objective("forward_kl", tail="drop", loss_max_clamp=0.2, log_prob_min_clamp=-3.0),
     Objective("k2", "sampled", loss_max_clamp=0.8),
     Objective("k1+", "sampled", loss_max_clamp=0.8),
     Objective("kl", "sampled", policy_gradient=True, loss_max_clamp=0.8),

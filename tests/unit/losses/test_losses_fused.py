@@ -28,7 +28,7 @@ OBJECTIVES = [
     *(Objective(kind, "sampled", chunk_bytes=5_000) for kind in ("k2", "k3", "k3+", "abs")),
     Objective("reverse_kl", "at_ids"),
     Objective("k1", "sampled", policy_gradient=True, tis_cap=2.0, dual_clip=3.0),
-    Objective("forward_kl", task_coef=0.7, per_token_clamp=0.5, overlap=True),
+    Objective("forward_kl", task_coef=0.7, per_token_clamp=0.5),
     Objective("jsd", "hidden", task_coef=0.7, tis_cap=1.5),
     Objective("jsd", "hidden", beta=0.0),
     Objective("skew_reverse_kl", "hidden", alpha=0.0),

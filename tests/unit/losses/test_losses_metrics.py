@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losses_cases import gradients, make_case
+from losses_cases import make_case
 
 from understudy.losses.objective import Objective
 from understudy.types.loss import (
@@ -54,7 +54,7 @@ def test_tokens_without_weight_do_not_count() -> None:
     part = case.inputs.rows(0, 5)
     student = case.student(torch.float32)
     few = type(student)(student.hidden_NH[:5], student.weight_VH, student.bias_V)
-    objective = Objective("forward_kl", overlap=True, task_coef=0.1)
+    objective = Objective("forward_kl", task_coef=0.1)
     whole, alone = (
         metric_results(objective(student, masked).metrics),
         metric_results(objective(few, part).metrics),
@@ -88,11 +88,10 @@ def test_divergence_by_position_shows_where_in_a_response_it_is() -> None:
 
 def test_names_are_verls_where_verl_has_one() -> None:
     case = make_case(seed=2, dtype=torch.float32)
-    output = Objective("forward_kl", task_coef=0.5, overlap=True)(case.student(torch.float32), case.inputs)
+    output = Objective("forward_kl", task_coef=0.5)(case.student(torch.float32), case.inputs)
     expected = {
         "actor/distillation/loss", "actor/distillation/loss_min", "actor/distillation/loss_max",
-        "actor/distillation/student_mass", "actor/distillation/teacher_mass", "actor/distillation/overlap_ratio",
-        "actor/distillation/overlap_token_advantage", "actor/entropy", "actor/pg_loss", "actor/pg_clipfrac",
+        "actor/distillation/student_mass", "actor/distillation/teacher_mass", "actor/entropy", "actor/pg_loss", "actor/pg_clipfrac",
         "actor/pg_clipfrac_lower", "actor/ppo_kl",
     }  # fmt: skip
     assert expected <= output.metrics.keys()
@@ -107,15 +106,6 @@ def test_entropy_and_logprobs_are_the_softmaxs_own() -> None:
     assert metric_results(output.metrics)["actor/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-6)
     torch.testing.assert_close(output.logprobs_N, log_q.gather(1, case.inputs.token_ids_N[:, None])[:, 0])
     assert not output.per_token_N.requires_grad and not output.logprobs_N.requires_grad
-
-
-def test_diagnostics_do_not_touch_the_gradient() -> None:
-    case = make_case(seed=2, dtype=torch.float32)
-    without, with_overlap = case.student(torch.float32), case.student(torch.float32)
-    Objective("forward_kl")(without, case.inputs).loss.backward()
-    Objective("forward_kl", overlap=True)(with_overlap, case.inputs).loss.backward()
-    for found, wanted in zip(gradients(with_overlap), gradients(without), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_identical_models_show_zero_at_equal_temperatures_and_not_at_unequal_ones() -> None:

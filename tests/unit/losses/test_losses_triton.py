@@ -123,9 +123,9 @@ def test_softcap_scale_and_temperature(signal: str, softcap: float | None) -> No
 
 
 @runs_kernels
-def test_mixed_with_a_task_loss_a_clamp_and_overlap() -> None:
+def test_mixed_with_a_task_loss_and_a_clamp() -> None:
     shared = {"task_coef": 0.7, "per_token_clamp": 0.5, "tis_cap": 1.5, "backend": "triton"}
-    check_equal_to_the_twin(Objective("forward_kl", overlap=True, **shared), torch.float32, 1e-5)
+    check_equal_to_the_twin(Objective("forward_kl", **shared), torch.float32, 1e-5)
     check_equal_to_the_twin(Objective("forward_kl", "hidden", **shared), torch.float32, 1e-5)
 
 

@@ -3,6 +3,9 @@
 import asyncio
 
 from understudy.observability.spans import Spans
+from understudy.run.vitals import teacher_state
+from understudy.teacher.pool.health import State
+from understudy.teacher.pool.metrics import PoolMetrics, ReplicaMetrics
 from understudy.trainers.wait_graph import PRODUCER, wait_graph
 
 TEACHERS = {"teacher math": "12 requests under way; replica 0 healthy, 12 requests", "teacher code": "idle"}
@@ -78,3 +81,16 @@ def test_the_sync_trainer_and_an_evaluation() -> None:
         assert wait_graph(spans.under_way(), now, {}) == [
             "evaluation waits for answers and their rewards (1 s)"
         ]
+
+
+def test_one_request_and_several_are_told_apart() -> None:
+    def replica(name: str, waiting: int) -> ReplicaMetrics:
+        return ReplicaMetrics(name, State.HEALTHY, 0.5, 0, 0, 0, 0, 0, 0, waiting, 0.0, 0.0)
+
+    pool = PoolMetrics(
+        "math", False, 0, 0, 0, 0, 0, 0, 0, 0.0, 1, replicas=[replica("0", 1), replica("1", 0)]
+    )
+    assert (
+        teacher_state(pool)
+        == "1 request under way; replica 0 healthy, 1 request; replica 1 healthy, 0 requests"
+    )

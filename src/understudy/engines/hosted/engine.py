@@ -31,6 +31,7 @@ from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
 from understudy.engines.replicas import Replica, Replicas
 from understudy.errors import EngineError, UnderstudyError
+from understudy.observability.report import many
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.serving.supervisor import RestartCount, Restarts
 
@@ -263,7 +264,9 @@ class HostedEngine:
         finally:
             del self._restarting[host.name]
         logger.error("engine %s is given up after %d restarts", host.name, count.in_vain)
-        self._notify(f"engine {host.name} is given up after {count.in_vain} restarts: {count.problem}")
+        self._notify(
+            f"engine {host.name} is given up after {many(count.in_vain, 'restart')}: {count.problem}"
+        )
         async with self._news:
             self._news.notify_all()
 

@@ -19,6 +19,7 @@ from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.vllm_servers import VLLMServers
 from understudy.errors import EngineError, UnderstudyError
+from understudy.observability.report import many
 from understudy.serving.supervisor import RestartCount, Restarts, StartedProcess
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class VLLMEngine(RemoteEngine):
         await self.replace(name, self._servers.endpoint(process_name(name), self._children[name]))
 
     def _drop_server(self, replica: Replica, problem: str, restarts: int) -> None:
-        times = f"after {restarts} restarts without an answer (cluster.restarts.rollout)"
+        times = f"after {many(restarts, 'restart')} without an answer (cluster.restarts.rollout)"
         self._given_up[replica.name] = f"vLLM {replica.name} {problem}; it was given up {times}"
         self._tell(self._given_up[replica.name])
 

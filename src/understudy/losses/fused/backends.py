@@ -108,9 +108,7 @@ class TorchReader:
             )
         ids_CK = inputs.teacher_ids_NK if objective.uses_candidates else None
         tail = ids_CK is not None and objective.tail == "bucket" and ids_CK.shape[1] < raw_CV.shape[1]
-        return TorchCandidateRows(
-            raw_CV, transform, inputs.token_ids_N, ids_CK, tail=tail, overlap=objective.overlap
-        )
+        return TorchCandidateRows(raw_CV, transform, inputs.token_ids_N, ids_CK, tail=tail)
 
     def bytes_per_row(self, vocab: int, element_size: int) -> int:
         working = 4 if element_size < 8 else 8
@@ -160,7 +158,6 @@ class TritonReader:
             objective.parameters,
             objective.tail,
             objective.log_prob_min_clamp,
-            overlap=objective.overlap,
             with_gradient=with_gradient,
         )
 

@@ -16,7 +16,7 @@ from understudy.losses.fused.rows import ViewGradients
 from understudy.losses.fused.slopes import divergence_and_slope
 from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.per_token import StudentView
-from understudy.losses.plain import at_least_float32, overlap_with_best
+from understudy.losses.plain import at_least_float32
 from understudy.losses.tails import STUDENT_LOG_TAIL_FLOOR
 
 HIDDEN_FROM_SOFTMAX = 1e4
@@ -39,7 +39,6 @@ class TorchCandidateRows:
         ids_CK: Tensor | None,
         *,
         tail: bool,
-        overlap: bool,
     ) -> None:
         self._dtype = raw_CV.dtype
         self._transform = transform
@@ -48,11 +47,8 @@ class TorchCandidateRows:
         z_CV = transform.apply_(at_least_float32(raw_CV))
         peak_C1 = z_CV.amax(-1, keepdim=True)
         z_token_C1 = z_CV.gather(-1, self._token_ids_C1)
-        overlap_CK = None
         if ids_CK is not None:
             self._z_CK = z_CV.gather(-1, ids_CK)
-            if overlap:
-                overlap_CK = overlap_with_best(z_CV, ids_CK)
             z_CV.scatter_(-1, ids_CK, (peak_C1 - HIDDEN_FROM_SOFTMAX).expand_as(ids_CK).contiguous())
         e_CV = torch.sub(z_CV, peak_C1).exp_()
         rest_C = e_CV.sum(-1)
@@ -74,7 +70,6 @@ class TorchCandidateRows:
             logp_NK=None if ids_CK is None else self._z_CK - lse_C1,
             log_tail_N=log_tail_C,
             entropy_N=log_total_C - moment_C / total_C,
-            overlap_NK=overlap_CK,
         )
 
     def gradient(self, grads: ViewGradients) -> tuple[Tensor, None]:

@@ -39,7 +39,6 @@ from understudy.losses.fused.kernel_maths import (
 from understudy.losses.fused.rows import ViewGradients
 from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.per_token import StudentView
-from understudy.losses.plain import overlap_with_best
 
 EXPONENTIATE = {"BLOCK": 1024, "WIDTH": 256, "num_warps": 1}
 FULL_SUMMARY = {"BLOCK": 1024, "WIDTH": 256, "num_warps": 1}
@@ -101,7 +100,6 @@ class TritonCandidateRows:
         tail: str,
         log_prob_min_clamp: float | None,
         *,
-        overlap: bool,
         with_gradient: bool,
     ) -> None:
         rows, vocab = raw_CV.shape
@@ -120,7 +118,6 @@ class TritonCandidateRows:
         self._tail = TAIL_CODES[tail if log_prob_min_clamp is None else "floored"]
         self._floor = 0.0 if log_prob_min_clamp is None else log_prob_min_clamp
         self._k_block = max(16, triton.next_power_of_2(max(self._count, 1)))
-        overlap_CK = overlap_with_best(raw_CV, ids_CK) if overlap and ids_CK is not None else None
 
         z_token_C, reference_C, peak_C, rest_C, moment_C = _numbers_like(raw_CV, 5, rows).unbind(0)
         self._z_token_C, self._peak_C, self._rest_C = z_token_C, peak_C, rest_C
@@ -147,8 +144,6 @@ class TritonCandidateRows:
                 divergence_N=loss_C,
                 student_mass_N=student_mass_C,
                 teacher_mass_N=teacher_mass_C,
-                overlap_NK=overlap_CK,
-                logp_NK=self._candidate_logprobs(logp_C) if overlap_CK is not None else None,
             )
 
     def gradient(self, grads: ViewGradients) -> tuple[Tensor, Tensor]:
@@ -164,10 +159,6 @@ class TritonCandidateRows:
             K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip
         return self._raw_CV, scale_C
-
-    def _candidate_logprobs(self, logp_C: Tensor) -> Tensor:
-        """log q at the candidates, for the overlap diagnostics only."""
-        return self._z_CK - (self._z_token_C - logp_C).unsqueeze(-1)
 
 
 class TritonFullRows:

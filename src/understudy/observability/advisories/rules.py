@@ -12,7 +12,7 @@ from statistics import mean, median
 from typing import Any, Literal
 
 from understudy.observability.advisories.history import History, Series
-from understudy.observability.report import is_share, mean_reward
+from understudy.observability.report import is_share, many, mean_reward
 
 WINDOW = 10
 """Steps at each end of a run that a trend compares."""
@@ -360,7 +360,7 @@ def dead_letters(facts: RunFacts) -> Iterator[Advisory]:
         reasons = sorted(counted.items(), key=lambda item: -item[1])
         yield Advisory(
             "dead_letters", "warning" if share >= DEAD_SHARE else "note",
-            f"{dead} rows ({share:.1%}) could not be made or trained",
+            f"{many(dead, 'row')} ({share:.1%}) could not be made or trained",
             ", ".join(f"{count} × {reason}" for reason, count in reasons[:4]),
             "Read dataplane/dead_letters.jsonl; trainer.max_dead_letters bounds them.", ("rows/dead_letters",),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherUnavailable
 from understudy.media.store import MediaStore
+from understudy.observability.report import many
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
@@ -361,7 +362,7 @@ class ReplicaSupervisor:
         said = replica.health.last_reason
         if self._launcher is not None and (words := self._launcher.last_words(replica.name)):
             said = said if words in said else f"{words}\n{said}"
-        times = f"given up after {replica.restart_count.in_vain} restarts in a row (cluster.restarts.teacher)"
+        times = f"given up after {many(replica.restart_count.in_vain, 'restart')} in a row (cluster.restarts.teacher)"
         replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
         replica.health.retire()
         self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.health.last_reason}")

@@ -22,6 +22,7 @@ import torch
 from understudy.config import CriticConfig
 from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.errors import CriticLost, EngineError, PolicyError, RankLost
+from understudy.observability.report import many
 from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
@@ -127,7 +128,7 @@ class RemoteCritic:
         batch = for_critic(rows())
         told, columns = batch_columns(batch)
         head = {"do": "values", "batch": told, "max_tokens": max_tokens()}
-        answer = self._begin(f"values of {len(batch)} rows", head, columns)
+        answer = self._begin(f"values of {many(len(batch), 'row')}", head, columns)
 
         def values() -> Jagged:
             found = jagged_from("values", self._outcome(answer)[1])
@@ -140,7 +141,7 @@ class RemoteCritic:
         told, columns = batch_columns(for_critic(batch))
         columns |= jagged_columns("weights", weights)
         head = {"do": "update", "batch": told, "max_tokens": max_tokens, "ends_step": ends_step}
-        answer, _ = self._ask(f"an update on {len(batch)} rows", head, columns, (batch, weights))
+        answer, _ = self._ask(f"an update on {many(len(batch), 'row')}", head, columns, (batch, weights))
         return result_from(answer["result"])
 
     def skip_step(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import GroupFilter, no_signal
 from understudy.errors import DataError
+from understudy.observability.report import many
 from understudy.trainers.produce.produce import produce_step
 from understudy.trainers.row_columns import PARTITION, training_columns
 from understudy.trainers.system import Learner, Producer
@@ -38,7 +39,7 @@ async def fill_step(producer: Producer, learner: Learner, step: int) -> dict[str
         return {}
     taken, refills = wanted, 0
     while (missing := wanted - await prompts_held(producer, step)) and refills < rollout.max_refills:
-        producer.state.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
+        producer.state.view.phase(f"step {step}: {many(missing, 'prompt')} had no signal, taking others")
         await produce_step(producer, learner, producer.cursor.take(missing), step)
         taken += missing
         refills += 1

@@ -28,6 +28,7 @@ from typing import Any
 
 from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
 from understudy.errors import ClusterError, DataError, LeaseLost
+from understudy.observability.report import many
 from understudy.rollout.teacher_prompts import SessionFacts
 from understudy.teacher.route import score_mixture
 from understudy.trainers.call_batching import BatchByArrival, BatchByKey, Gather
@@ -285,7 +286,7 @@ async def _dead_letter(producer: Producer, key: str, error: Exception) -> None:
     allowed = producer.settings.dead_letters_allowed
     if producer.state.tally.dead_letters > allowed:
         raise ClusterError(
-            f"{producer.state.tally.dead_letters} rows failed, more than trainer.max_dead_letters = {producer.settings.max_dead_letters} allows; "
+            f"{many(producer.state.tally.dead_letters, 'row')} failed, more than trainer.max_dead_letters = {producer.settings.max_dead_letters} allows; "
             f"the last: {reason}. See {producer.state.run.dead_letters}"
         )
     if producer.state.tally.dead_letters == 1:

@@ -50,6 +50,8 @@ export function number(value, digits = 3) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(digits + 1)));
 }
 
+export const many = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
 
 export const ask = (name, query = {}) => answer(name, query);

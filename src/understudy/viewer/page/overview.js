@@ -12,7 +12,7 @@ const CHARTS = [
   ["Answer length, tokens", ["response_length/mean", "response_length/max"]],
   ["Share cut at max_new_tokens", ["response_length/clip_ratio"]],
   ["Student's entropy, nats", ["actor/entropy"]],
-  ["Overlap of candidates", ["actor/distillation/overlap_ratio"]],
+  ["Overlap: probability on the candidates", ["actor/distillation/student_mass", "actor/distillation/teacher_mass"]],
   ["Tokens per second", ["perf/tokens_per_second"]],
   ["Staleness, versions", ["async/staleness/mean", "async/staleness/max"]],
   ["Idle shares", ["async", "sync"].flatMap((mode) => ["trainer", "rollout", "teacher"].map((part) => `perf/${mode}/${part}_idle`))],

@@ -1,5 +1,5 @@
 // Rollouts: the table of rows, sorted, filtered and searched by the server.
-import { add, ask, fill, h, href, number, pictures, quoted, say, visible } from "./dom.js";
+import { add, ask, fill, h, href, many, number, pictures, quoted, say, visible } from "./dom.js";
 import { shownRuns } from "./state.js";
 
 const COLUMNS = [
@@ -59,7 +59,7 @@ export async function rollouts(box, query) {
     fill(list, pages, found.rows.length
       ? h("div", { class: "scroll", role: "region", "aria-label": "Rows", tabindex: 0 }, h("table", { class: "rows" }, h("thead", {}, h("tr", {}, head, h("th", { scope: "col" }, "prompt and answer"))), h("tbody", {}, rows)))
       : h("p", { class: "quiet" }, found.of ? "No row passes these filters." : "No rows are recorded: run.keep_rows and run.rollout_dump_every keep them; the journal holds those in flight."));
-    if (asked.q) say(`${found.total} rows in ${Math.round(performance.now() - began)} ms`);
+    if (asked.q) say(`${many(found.total, "row")} in ${Math.round(performance.now() - began)} ms`);
   }
 
   box.addEventListener("keydown", (event) => {

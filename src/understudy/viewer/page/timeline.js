@@ -1,5 +1,5 @@
 // Timeline: who worked when, drawn from spans; and what a live run waits for now.
-import { add, ask, fill, h, href, number, quoted, table, visible } from "./dom.js";
+import { add, ask, fill, h, href, many, number, quoted, table, visible } from "./dom.js";
 import { shownRuns, state } from "./state.js";
 
 const OWN = { update: "#0072b2", produce: "#999999", "wait for rows": "#bbbbbb", publish: "#d55e00", evaluate: "#cc79a7", checkpoint: "#009e73", claim: "#e69f00", drain: "#f0e442", event: "#c00000" };
@@ -48,8 +48,8 @@ export async function timeline(box, query) {
     draw();
     const events = found.spans.filter((one) => one.name === "event");
     const longest = [...found.spans].sort((a, b) => b.end - b.start - (a.end - a.start)).slice(0, 15);
-    fill(list, events.length > 0 && h("details", { open: true }, h("summary", {}, `${events.length} events here: faults, restarts, decisions`),
-      h("ul", {}, events.slice(-50).map((one) => h("li", {}, `${number(one.start)} s: `, quoted(one.about?.text ?? ""))))), found.spans.length ? h("details", {}, h("summary", {}, `${found.spans.length} spans from ${number(from)} s to ${number(to)} s; the longest as a table`),
+    fill(list, events.length > 0 && h("details", { open: true }, h("summary", {}, `${many(events.length, "event")} here: faults, restarts, decisions`),
+      h("ul", {}, events.slice(-50).map((one) => h("li", {}, `${number(one.start)} s: `, quoted(one.about?.text ?? ""))))), found.spans.length ? h("details", {}, h("summary", {}, `${many(found.spans.length, "span")} from ${number(from)} s to ${number(to)} s; the longest as a table`),
       table(["span", "start, s", "seconds", "about"], longest.map((one) => [one.name, number(one.start), number(one.end - one.start), quoted(about(one))]), "Longest spans here")) : h("p", { class: "quiet" }, "No spans are recorded yet."));
   }
 

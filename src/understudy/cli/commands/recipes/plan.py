@@ -14,6 +14,7 @@ from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.observability.redact import redact
+from understudy.observability.report import many
 from understudy.planning.preflight import Findings
 from understudy.planning.processes import plan_processes
 from understudy.planning.ray_seating import ray_layout
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
             )
     rows = recipe.trainer.batch_size * recipe.rollout.n
     console.print(
-        f"{recipe.trainer.steps} steps × {rows} rollouts of at most {recipe.rollout.max_new_tokens} new tokens; "
+        f"{many(recipe.trainer.steps, 'step')} × {many(rows, 'rollout')} of at most {recipe.rollout.max_new_tokens} new tokens; "
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
