@@ -1,4 +1,4 @@
-"""Which recipe keys may change when a run is resumed, which may not, and why.
+"""Which recipe keys may change when a run is resumed, which may not, and why; how far the run is.
 
 Keys may change that set how long to train, what to measure, what to keep on disk, or which processes compute.
 Keys that decide what is learnt may not change, because the run's curves would mix two experiments. Imports no
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from understudy.config import CriticConfig, Recipe, parse_recipe
+from understudy.config import CriticConfig, Recipe, TrainerConfig, parse_recipe
 from understudy.config.base import flatten
 from understudy.config.recipe import Overrides, apply_overrides, stored
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
+from understudy.observability.report import many
 from understudy.observability.rundir import RunDir
+from understudy.policy.checkpoints.durable import saved_steps
 
 _ROUNDING = "the same up to rounding"
 _SCORED_ALIKE = "who scores, not what: a teacher's weights are compared with those the run began with"
@@ -157,7 +159,27 @@ def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Chan
         return before, []
     apply_overrides(table, overrides)
     after = parse_recipe(table)
-    return after, compare(before, after)
+    changes = compare(before, after)
+    if after.trainer.passes is None:
+        refuse_shorter(run, after.trainer)
+    return after, changes
+
+
+def last_checkpoint_step(run: RunDir) -> int:
+    return max(saved_steps(run.checkpoints), default=0)
+
+
+def refuse_shorter(run: RunDir, trainer: TrainerConfig, rows: int = 0) -> None:
+    """`ConfigError` if the run has taken more steps than this length has; `passes` are counted over `rows`."""
+    saved = last_checkpoint_step(run)
+    if saved <= trainer.steps_over(rows):
+        return
+    length = trainer.length_note(rows) or f"trainer.steps = {trainer.steps}"
+    counted = "steps" if trainer.passes is None else "passes"
+    raise ConfigError(
+        f"{length}: {run.path} has taken {many(saved, 'step')} already; {counted} are counted from the start of the run, so give "
+        f"more, or leave trainer.{counted} out"
+    )
 
 
 def compare(before: Recipe, after: Recipe) -> list[Change]:

@@ -34,7 +34,6 @@ from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
-from understudy.observability.report import many
 from understudy.observability.rundir import RunDir, cannot_be_written, read_json, write_atomically
 from understudy.observability.watchdog import watched
 from understudy.planning.objective import describe
@@ -43,11 +42,11 @@ from understudy.planning.ray_seating import cpus_of_own_ray, ray_layout
 from understudy.planning.resolved import is_deterministic
 from understudy.planning.this_machine import seat_here
 from understudy.policy.ranks.follow import LeadingPolicy
-from understudy.run.changed_recipe import Change, changed_recipe
+from understudy.run.changed_recipe import Change, changed_recipe, last_checkpoint_step, refuse_shorter
 from understudy.run.given import GivenRows
 from understudy.run.gpu_sharing import share_gpus
 from understudy.run.outcome import RunOutcome
-from understudy.run.restarts import last_checkpoint_step, with_restarts
+from understudy.run.restarts import with_restarts
 from understudy.run.vitals import vitals, waits
 from understudy.serving.process import is_full_memory
 from understudy.trainers.callbacks import CallbackRunner, Callbacks
@@ -176,16 +175,9 @@ async def resume(
     told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
-    given = recipe.trainer
+    refuse_shorter(run, recipe.trainer, len(data.train))
     recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
     saved = last_checkpoint_step(run)
-    if saved > recipe.trainer.steps:
-        length = given.length_note(len(data.train)) or f"trainer.steps = {recipe.trainer.steps}"
-        key, counted = ("trainer.passes", "passes") if given.passes else ("trainer.steps", "steps")
-        raise ConfigError(
-            f"{length}: {run.path} has taken {many(saved, 'step')} already; {counted} are counted from the start of the run, so give "
-            f"more, or leave {key} out"
-        )
     if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
             view.note(

@@ -18,8 +18,6 @@ import torch
 
 from understudy.assembly.ranks import forget_group
 from understudy.errors import GivenUp, RankLost
-from understudy.observability.rundir import RunDir
-from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.trainers.stopping import Interrupts
 
 logger = logging.getLogger(__name__)
@@ -62,10 +60,6 @@ async def with_restarts(
         logger.warning(news)
         tell(news)
         _let_go_of_memory()
-
-
-def last_checkpoint_step(run: RunDir) -> int:
-    return max(CheckpointStore(run.checkpoints, 2).steps(), default=0)
 
 
 def _let_go_of_memory() -> None:

@@ -11,6 +11,7 @@ from fake_hub import fake_hub
 from huggingface_hub import constants
 from small_runs import ASSETS, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 import understudy
 from understudy.cli.main import main
@@ -69,8 +70,11 @@ def test_a_run_leaves_what_it_promises(
         patch.setattr(constants, "ENDPOINT", hub.url)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setenv("HF_TOKEN", hub.token)
+        transformers_logging.enable_progress_bar()  # as in a new process
         assert main(["export", str(finished.dir), str(tmp_path / "out"), "--push", "my-org/student"]) == 0
-    assert f"pushed to {hub.url}/my-org/student (private)" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"pushed to {hub.url}/my-org/student (private)" in shown.out
+    assert "%|" not in shown.err, "no progress bars of transformers"
     assert hub.files["my-org/student"] == {
         path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
     }

@@ -15,6 +15,7 @@ for words in json.loads(sys.argv[1]):
     print("==", code, "torch" in sys.modules or "transformers" in sys.modules, file=sys.stderr)
 """
 OWN = "a run that has none"
+TRAINED = "a run of 6 steps"
 CASES = [
     (["eval", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder; give the folder that a run"),
     (["export", "runs/nothere", "out"], "error: runs/nothere is no run directory: there is no such folder"),
@@ -22,6 +23,7 @@ CASES = [
     (["export", OWN, OWN], f"error: {OWN} exists and is not empty; give a new folder to export to"),
     (["replay", OWN], f"error: {OWN}: no step was refused"),
     (["eval", OWN, "--data", "rows.jsonl"], "nothing to measure with: give --reward module:function (from Python"),
+    (["resume", TRAINED, "trainer.steps=3"], f"error: trainer.steps = 3: {TRAINED} has taken 6 steps already; steps are counted"),
     (["eval", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
     (["eval", "models/last"], "give --data FILE and --reward module:function (from Python: data, reward); models/last is no run"),
     (["eval", "models/last", "--best"], "--best chooses among the checkpoints of a run, and models/last is none"),
@@ -41,6 +43,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / OWN / "recipe.json").write_text(
         '{"data": {"eval": null, "reward": null}, "run": {"dir": null}}'
     )
+    (folder / TRAINED / "checkpoints" / "step-000006").mkdir(parents=True)
+    table = {"student": {"model": "s"}, "teachers": {"one": {"model": "t"}}, "data": {"train": "rows.jsonl"}}
+    (folder / TRAINED / "recipe.json").write_text(json.dumps({**table, "run": {"dir": None}}))
     env = {**os.environ, "HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-c", EACH, json.dumps([words for words, _ in CASES])],

@@ -43,8 +43,11 @@ def run(options: argparse.Namespace) -> None:
         from understudy.run.push import check_pushable
 
         check_pushable(options.push)
+    from transformers.utils import logging as transformers_logging
+
     from understudy.run.export import export_run
 
+    transformers_logging.disable_progress_bar()  # the command has its own display
     with LiveView(0) as view, view.work(f"writing {options.out}"):
         out = export_run(
             options.run, options.out, best=options.best, averaged=options.averaged, adapter=options.adapter

@@ -33,7 +33,9 @@ from safetensors.torch import load_file, save_file
 from understudy.errors import CheckpointError
 from understudy.observability.faults import point
 from understudy.policy.checkpoints.durable import (
+    STEP_FOLDER,
     replace_text,
+    saved_steps,
     sha256_of,
     sync_directory,
     sync_file,
@@ -52,7 +54,6 @@ MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, MANIFEST_FILE = (
 )
 LATEST = "latest"
 _TEMPORARY, _REPLACED = ".tmp-", ".replaced-"
-_NAME = re.compile(r"step-(\d{6,})")
 _MARGIN_BYTES = 1 << 20
 
 
@@ -134,10 +135,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint folder, ascending."""
-        if not self.root.is_dir():
-            return []
-        found = (_NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        return saved_steps(self.root)
 
     def resumable(self) -> list[int]:
         """The steps a resume may return to, ascending: the newest `keep`. A marked one that is older stays
@@ -154,7 +152,7 @@ class CheckpointStore:
 
     def mark(self, name: str, step: int) -> None:
         """Gives a checkpoint a name (`best`); a named checkpoint is not pruned."""
-        if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or _NAME.fullmatch(name):
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or STEP_FOLDER.fullmatch(name):
             raise CheckpointError(f"a mark is a lower-case word such as 'best', got {name!r}")
         if step not in self.steps():
             raise CheckpointError(
@@ -165,7 +163,7 @@ class CheckpointStore:
     def marked(self, name: str) -> int | None:
         """The step a mark names, or None."""
         try:
-            match = _NAME.fullmatch((self.root / name).read_text(encoding="utf-8").strip())
+            match = STEP_FOLDER.fullmatch((self.root / name).read_text(encoding="utf-8").strip())
         except (OSError, UnicodeDecodeError):
             return None
         return int(match[1]) if match else None

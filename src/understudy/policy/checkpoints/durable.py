@@ -1,4 +1,4 @@
-"""File writes that are complete after a crash or absent.
+"""File writes that are complete after a crash or absent, and the steps that have a checkpoint. Imports no torch.
 
 A file is on disk only after its own fsync *and* the fsync of its folder. Renames within one file system are
 atomic, so a reader sees the old state or the new one.
@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
+STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _BLOCK = 1 << 20
+
+
+def saved_steps(root: Path) -> list[int]:
+    """The steps that have a complete checkpoint folder in `root`, ascending."""
+    if not root.is_dir():
+        return []
+    found = (STEP_FOLDER.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def sync_file(path: Path) -> None:
