@@ -12,6 +12,7 @@ import binascii
 import importlib
 import io
 import re
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ MAX_PIXELS = 1 << 25
 _TURNED = (5, 6, 7, 8)
 """Values of the EXIF orientation under which width and height change places."""
 _ORIENTATION = 0x0112
+_OPENING = threading.Lock()
+"""Held while warnings are off: they are off for all threads, and two that restore them would mix."""
 
 
 class PictureError(DataError):
@@ -69,7 +72,7 @@ def decoded(data: bytes, name: str = "the picture") -> Any:
 def _opened(data: bytes, name: str, limits: PictureLimits) -> Any:
     pil = _pil()
     try:
-        with warnings.catch_warnings():
+        with _OPENING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL warns of large pictures; `limits` decides
             image = pil.Image.open(io.BytesIO(data), formats=FORMATS)
     except pil.Image.DecompressionBombError:

@@ -16,7 +16,8 @@ import importlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +34,8 @@ IDEFICS = ("smolvlm", "idefics3")
 FAMILIES = (*QWEN, *IDEFICS)
 NAMES = "Qwen2.5-VL, Qwen3-VL, SmolVLM and Idefics3"
 _CACHED_BYTES = 256 << 20
+_THREADS = 4
+"""Pictures that are read and cut at a time."""
 
 
 def vision_family(config: Any) -> str | None:
@@ -207,8 +210,15 @@ class PictureReader:
     def count(self, name: str) -> int:
         return self.processor.count(self.size(name))
 
-    def arrays(self, name: str) -> dict[str, np.ndarray]:
-        return self.processor.arrays(name, self.store)
+    def arrays(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        """The model's inputs for each picture. Several are read and cut at a time: decoding and resizing
+        release the interpreter's lock."""
+        different = list(dict.fromkeys(names))
+        if len(different) == 1:
+            return {names[0]: self.processor.arrays(names[0], self.store)}
+        with ThreadPoolExecutor(_THREADS, "pictures") as pool:
+            made = pool.map(lambda name: self.processor.arrays(name, self.store), different)
+            return dict(zip(different, made, strict=True))
 
     def within(self, key: str, tokens: np.ndarray, media: tuple[str, ...]) -> tuple[str, ...]:
         """Those of a row's pictures whose placeholders are in `tokens`, the row or its beginning. `DataError`

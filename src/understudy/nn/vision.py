@@ -20,7 +20,7 @@ from torch import nn
 
 from understudy.errors import DataError
 from understudy.media.processor import QWEN, PictureReader, vision_family
-from understudy.nn.vision_features import VisionFeatures, feature_arguments
+from understudy.nn.vision_features import VisionFeatures, feature_arguments, joined_pictures
 
 
 def is_vision(model: Any) -> bool:
@@ -92,12 +92,13 @@ def vision_rows(
     arguments: dict[str, Any] = {}
     grids: dict[str, Any] = {}
     if names and features is not None:
-        found = {name: features.of(model, name) for name in dict.fromkeys(names)}
+        found = features.of(model, names)
         arguments = feature_arguments([found[name] for name in names], device)
         grids = {name: one.grid for name, one in found.items()}
     elif names and reader is not None:
-        arguments = _pixels([reader.arrays(name) for name in names], device, qwen)
-        grids = {name: reader.arrays(name)["image_grid_thw"] for name in names} if qwen else {}
+        arrays = reader.arrays(names)
+        arguments = joined_pictures([arrays[name] for name in names], device, qwen)
+        grids = {name: own.get("image_grid_thw") for name, own in arrays.items()}
     deltas_B = np.zeros(len(rows), dtype=np.int64)
     positions = None
     if qwen:
@@ -110,16 +111,6 @@ def vision_rows(
                 placed[:, i, len(ids) :] = np.arange(width - len(ids)) + len(ids) + deltas_B[i]
         positions = torch.from_numpy(placed).to(device)
     return VisionRows(arguments, positions, deltas_B)
-
-
-def _pixels(
-    pictures: Sequence[dict[str, np.ndarray]], device: torch.device, qwen: bool
-) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in pictures[0]:
-        joined = torch.from_numpy(np.concatenate([one[name] for one in pictures])).to(device)
-        found[name] = joined if qwen else joined[None]  # tiles of one "batch"; the model flattens them again
-    return found
 
 
 def _row_positions(model: Any, ids: np.ndarray, grids: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:

@@ -52,17 +52,27 @@ MUTATIONS = {
     ),
     "features of the vision tower, in training": Mutation(
         "nn/vision_features.py",
-        "            if (found := self._kept.get(name)) is not None:\n",
-        "            name = next(iter(self._kept), name)\n"
-        "            if (found := self._kept.get(name)) is not None:\n",
+        "{name: arrays[name] for name in group}",
+        "{name: arrays[chunk[0]] for name in group}",
         f"{IMAGES}/test_policy_pictures.py::test_another_picture_gives_another_logprob",
     ),
     "features of the vision tower, in scoring": Mutation(
         "nn/vision_features.py",
-        "            if (found := self._kept.get(name)) is not None:\n",
-        "            name = next(iter(self._kept), name)\n"
-        "            if (found := self._kept.get(name)) is not None:\n",
+        "{name: arrays[name] for name in group}",
+        "{name: arrays[chunk[0]] for name in group}",
         f"{SHARING}::test_rows_of_one_request_are_scored_each_with_its_own_picture",
+    ),
+    "features that are kept": Mutation(
+        "nn/vision_features.py",
+        "found[name] = kept\n",
+        "found = dict.fromkeys(names, kept)\n",
+        f"{IMAGES}/test_vision_features.py::test_new_pictures_go_through_the_tower_together",
+    ),
+    "features of pictures that are new together": Mutation(
+        "nn/vision_features.py",
+        "in zip(arrays.items(), split, strict=True)",
+        "in zip(arrays.items(), list(split)[::-1], strict=True)",
+        f"{IMAGES}/test_vision_features.py::test_new_pictures_go_through_the_tower_together",
     ),
     "features after new weights": Mutation(
         "engines/local/engine.py",

@@ -64,4 +64,6 @@ def test_a_processor_keeps_arrays_by_picture(tmp_path: Path) -> None:
     reader = reader_of(folder_of("smolvlm"), store)
     red, blue = (store.put(picture(colour)) for colour in ("red", "blue"))
     for _ in range(2):
-        assert not np.array_equal(reader.arrays(red)["pixel_values"], reader.arrays(blue)["pixel_values"])
+        assert not np.array_equal(
+            reader.arrays([red])[red]["pixel_values"], reader.arrays([blue])[blue]["pixel_values"]
+        )

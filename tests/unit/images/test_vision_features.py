@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from test_policy_pictures import batch_with_pictures, policy_of
 from test_teacher_pictures import items_of
 from vision_models import FAMILIES, folder_of, picture, reader_of
 
+from understudy.engines.local.scheduler import Batching
 from understudy.media.store import MediaStore
+from understudy.nn import vision_features
+from understudy.nn.determinism import keep_to_repeatable
 from understudy.nn.vision import freeze_vision
 from understudy.nn.vision_features import VisionFeatures, features_for
 from understudy.policy.load import load_student
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
-from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,6 +48,83 @@ def test_a_frozen_tower_reads_each_picture_once_for_all_rows_and_steps(family: s
     assert before == features.computed == 3, "four rows show three pictures"
 
 
+@pytest.fixture
+def full_determinism() -> Iterator[None]:
+    keep_to_repeatable(True, "cpu")
+    yield
+    keep_to_repeatable(False, "cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_pictures_go_through_the_tower_together(family: str, tmp_path: Path) -> None:
+    """Each gets its own features, whatever its size and place, and those of the tower's output for it alone."""
+    folder, store = folder_of(family), MediaStore(tmp_path)
+    model, reader = load_student(str(folder)).model, reader_of(folder, store)
+    sizes = [(40, 24), (70, 30), (33, 60), (40, 24), (24, 24)]
+    names = [store.put(picture("red", size, dot=(3 * i, i))) for i, size in enumerate(sizes)]
+    alone = VisionFeatures(reader).of(model, names)
+    features = VisionFeatures(reader, together=True)
+    features.of(model, names[3:4])
+    for order in (names, names[::-1], [names[2], *names]):
+        together = features.of(model, order)
+        assert together.keys() == alone.keys()
+        for name, one in together.items():
+            assert len(one.pooled) == reader.count(name)
+            torch.testing.assert_close(one.pooled, alone[name].pooled, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(one.deepstack, alone[name].deepstack, atol=1e-5, rtol=1e-5)
+            np.testing.assert_equal(one.grid, alone[name].grid)
+    assert (features.forwards, features.computed) == (2, 5)
+    first, fourth = together[names[0]].pooled, together[names[3]].pooled
+    assert (first - fourth).abs().max() > 1e-3, "two pictures of one size"
+
+
+def test_one_forward_of_the_tower_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    model, reader = load_student(str(folder)).model, reader_of(folder, store)
+    names = [store.put(picture("red", dot=(i, i))) for i in range(7)]
+    monkeypatch.setattr(vision_features, "TOKENS_TOGETHER", 3 * reader.count(names[0]) + 1)
+    features = VisionFeatures(reader, together=True)
+    assert list(features.of(model, names)) == names and features.forwards == 3
+    monkeypatch.setattr(vision_features, "TOKENS_TOGETHER", 1)
+    features.clear()
+    assert list(features.of(model, names[:2])) == names[:2] and features.forwards == 5
+
+
+def test_a_tile_that_the_tower_leaves_out_moves_no_other_picture(tmp_path: Path) -> None:
+    """transformers takes tiles of zeros for padding."""
+    folder, store = folder_of("smolvlm"), MediaStore(tmp_path)
+    model, reader = load_student(str(folder)).model, reader_of(folder, store)
+    reader.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    reader.processor.image_processor.do_image_splitting = False
+    names = [store.put(picture(colour)) for colour in ("red", "black", "blue")]
+    alone = VisionFeatures(reader).of(model, names)
+    together = VisionFeatures(reader, together=True).of(model, names)
+    for name in names:
+        assert torch.equal(together[name].pooled, alone[name].pooled)
+
+
+def test_fast_runs_read_new_pictures_together(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    policy = policy_of(folder, store)
+    policy.logprobs(batch_with_pictures(folder, store), 10_000)
+    assert policy.forward.features is not None and policy.forward.features.forwards == 1
+    engine = engine_of(folder, store, batching=Batching.CONTINUOUS)
+    requests = requests_of(folder, store, temperature=1.0)
+
+    async def run() -> None:
+        await engine.generate(requests)
+        await engine.close()
+
+    asyncio.run(run())
+    assert engine._features is not None and engine._features.forwards < engine._features.computed
+    frozen = replace(load_frozen(str(folder)), pictures=reader_of(folder, store))
+    scorer = Scorer("t", frozen, ScorerOptions(pictures_together=True))
+    scorer.score(request_of(items_of(folder, store)))
+    features = scorer.body._features
+    assert features is not None and features.forwards == 1 < features.computed
+
+
+@pytest.mark.usefixtures("full_determinism")
 def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
     """A resumed run starts with nothing kept."""
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
@@ -60,18 +141,18 @@ def test_only_so_many_bytes_are_kept(tmp_path: Path) -> None:
         load_student(str(folder)).model,
         [store.put(picture("red", dot=(i, i))) for i in range(5)],
     )
-    one = VisionFeatures(reader_of(folder, store)).of(model, names[0])
+    one = VisionFeatures(reader_of(folder, store)).of(model, names[:1])[names[0]]
     features = VisionFeatures(reader_of(folder, store), most_bytes=2 * one.bytes)
     for name in names:
-        features.of(model, name)
+        features.of(model, [name])
     assert features.held_bytes == 2 * one.bytes and features.computed == 5
-    features.of(model, names[4])
+    features.of(model, names[4:])
     assert features.computed == 5
-    assert torch.equal(features.of(model, names[0]).pooled, one.pooled) and features.computed == 6
+    assert torch.equal(features.of(model, names[:1])[names[0]].pooled, one.pooled) and features.computed == 6
 
 
 def test_a_text_model_has_none(tmp_path: Path) -> None:
-    assert features_for(load_student(str(folder_of("qwen3_vl"))).model, None) is None
+    assert features_for(load_student(str(folder_of("qwen3_vl"))).model, None, together=True) is None
 
 
 def test_sessions_of_a_prompt_share_them_and_new_weights_do_not(tmp_path: Path) -> None:

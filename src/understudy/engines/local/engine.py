@@ -99,7 +99,8 @@ class HFEngine:
         kept_as: KeptAs = KeptAs.MODEL,
         pictures: PictureReader | None = None,
     ) -> None:
-        self._pictures, self._features = pictures, features_for(model, pictures)
+        self._pictures = pictures
+        self._features = features_for(model, pictures, together=batching is Batching.CONTINUOUS)
         self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
         self._detokenize = detokenize
         self._version = version

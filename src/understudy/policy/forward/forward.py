@@ -62,7 +62,8 @@ class StudentForward(nn.Module):
         self.features: VisionFeatures | None = None
         """Of a frozen vision tower."""
         if is_vision(model) and is_vision_frozen(model):
-            self.features = features_for(model, pictures)
+            together = not torch.are_deterministic_algorithms_enabled()
+            self.features = features_for(model, pictures, together=together)
 
     def forward(
         self,

@@ -152,6 +152,7 @@ def _scorer(args: argparse.Namespace, frozen: FrozenModel, vocabulary: Vocabular
         chunk_bytes=(args.chunk_mib or (CUDA_CHUNK_MIB if on_cuda else CPU_CHUNK_MIB)) << 20,
         layout=Layout(args.layout),
         compile_layers=args.compile,
+        pictures_together=Batching(args.batching) is Batching.BY_ARRIVAL,
     )
     if args.world_size == 1:
         return Scorer(args.name, frozen, options, usable=usable)

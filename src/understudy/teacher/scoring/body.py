@@ -70,7 +70,14 @@ class Body:
     `Scorer` calls it, on one or several scoring threads; a lock guards the model's attention setting.
     """
 
-    def __init__(self, frozen: FrozenModel, layout: Layout, share_prefixes: bool, budget: int) -> None:
+    def __init__(
+        self,
+        frozen: FrozenModel,
+        layout: Layout,
+        share_prefixes: bool,
+        budget: int,
+        pictures_together: bool = False,
+    ) -> None:
         self.frozen = frozen
         self.layout = layout
         self.share_prefixes = share_prefixes
@@ -86,7 +93,7 @@ class Body:
                     f"{frozen.path} reads pictures and scores padded rows; leave the layout out"
                 )
             self.layout = Layout.PADDED
-        self._features = features_for(frozen.model, frozen.pictures)
+        self._features = features_for(frozen.model, frozen.pictures, together=pictures_together)
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)

@@ -48,6 +48,8 @@ class ScorerOptions:
     share_prefixes: bool = True
     compile_layers: bool = False
     """torch.compile for each decoder layer: faster on GPUs, costs some seconds at start."""
+    pictures_together: bool = False
+    """New pictures share forwards of the vision tower; scores then depend on earlier requests in their last bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,11 @@ class Scorer:
         self.version = -1
         """The version of the weights; −1: those that were loaded."""
         self.body = Body(
-            frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
+            frozen,
+            self.options.layout,
+            self.options.share_prefixes,
+            self.options.max_batch_tokens,
+            self.options.pictures_together,
         )
 
     @property
