@@ -5,6 +5,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Tests start hundreds of processes. Each would compile the package anew where the caller's environment forbids bytecode files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate soak test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
 

@@ -83,8 +83,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "trainer__mini_batch_size": 3,
     },
 }
-QUICK = {"sync", "fully async"}
-"""Those that every `make test` runs on the host."""
+QUICK = {"sync"}
+"""What every `make test` runs on the host; the slow suite runs all."""
 GPU_ONLY, HOST_ONLY = {"keys in eight bits"}, {"clipped epochs"}
 LONG = {"compiled"}
 """Those that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""

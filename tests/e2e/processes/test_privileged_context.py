@@ -126,9 +126,8 @@ def test_fast_runs_give_the_same_losses(recipe: Make) -> None:
     assert fast.metrics[0]["actor/loss"] == pytest.approx(full.metrics[0]["actor/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "fault", ["row_journal.after_put:1", pytest.param("sync.after_update:2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["row_journal.after_put:1", "sync.after_update:2"])
 def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: str) -> None:
     """Killed when rollouts are in the journal and their scores are not: a resume asks for them again."""
     more = {"trainer__checkpoint_every": 1, "data__train": str(ASSETS / "data" / "train.jsonl")}
