@@ -208,6 +208,8 @@ class Policy:
         if self.average is not None:
             self.average.follow()
         self.updates += 1
+        if watch is not None:
+            watch.gather(self.ranks)
         step = self.step
         if ends_step:
             self.step += 1

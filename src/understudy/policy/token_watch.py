@@ -1,7 +1,8 @@
 """Records what an update computes for each token of a few rows, for `run.keep_rows`.
 
 The update's own pass is used: hidden states, losses and flags are there already. Only the vocabulary
-projection of the watched tokens is computed again, because no loss keeps it.
+projection of the watched tokens is computed again, because no loss keeps it. With several ranks each records its
+own rows, and rank 0 gathers them.
 
 | column | is |
 |---|---|
@@ -28,6 +29,8 @@ from torch import Tensor
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.forward.forward import Objective
 from understudy.policy.forward.head import logits_of
+from understudy.policy.ranks.shard import Ranks
+from understudy.policy.ranks.wire import pack, unpack
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
 
 OWN = 8
@@ -58,6 +61,11 @@ class TokenWatch:
         self._left = set(keys)
         self._found: list[_Recorded] = []
 
+    @property
+    def left(self) -> list[str]:
+        """Keys of rows that were not recorded yet."""
+        return sorted(self._left)
+
     def around(self, objective: Objective, micro: MicroBatch) -> Objective:
         """The objective, which also records the watched rows of this micro-batch at their first pass."""
         mine = {place: key for place, key in enumerate(micro.keys) if key in self._left}
@@ -75,6 +83,29 @@ class TokenWatch:
             return output
 
         return recorded
+
+    def gather(self, ranks: Ranks) -> None:
+        """Rank 0 gets what the other ranks recorded. Collective: every rank must call it."""
+        if ranks.size == 1:
+            return
+        mine = self.columns() if ranks.rank else {}
+        tensors = {
+            f"{n}/{name}": torch.from_numpy(column)
+            for n, key in enumerate(mine)
+            for name, column in mine[key].items()
+        }
+        for message in ranks.gathered(pack({"keys": list(mine)}, tensors))[1:]:
+            if ranks.rank:
+                continue
+            head, columns = unpack(message)
+            for n, key in enumerate(head["keys"]):
+                own = {
+                    name.partition("/")[2]: column
+                    for name, column in columns.items()
+                    if name.startswith(f"{n}/")
+                }
+                self._found.append(_Recorded([key], [len(own["losses"])], own))
+                self._left.discard(key)
 
     def columns(self) -> dict[str, dict[str, np.ndarray]]:
         """Key → column → values [P, …], of the rows that were trained on."""

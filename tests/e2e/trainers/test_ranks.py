@@ -1,5 +1,6 @@
 """`trainer.ranks`: the same training on several processes, and none of them left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import run_cli, start_cli, until_no_progress, write_toml
 
+from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
@@ -76,6 +78,19 @@ def test_two_ranks_train_what_one_does(recipe: Make, uploads: Path) -> None:
     report = audit(run)
     assert report.balanced and report.trained == STEPS * 13
     assert not (run / "logs" / "rank-0.log").exists() and (run / "logs" / "rank-1.log").exists()
+
+
+@pytest.mark.slow
+def test_kept_rows_of_every_rank_have_the_trainers_columns(recipe: Make, uploads: Path) -> None:
+    found = {}
+    for run in (alone(uploads, recipe), undisturbed(uploads, recipe)):
+        lines = [json.loads(line) for line in (run / "kept_rows" / "000001.jsonl").open(encoding="utf-8")]
+        found[run] = {line["key"]: read_columns(run / "kept_rows", 1, line) for line in lines}
+    one, two = found.values()
+    assert one.keys() == two.keys() and len(one) >= 4
+    for key, columns in one.items():
+        for name in ("losses", "student_entropy", "trainer_logprobs", "student_topk_logprobs"):
+            assert two[key][name] == pytest.approx(columns[name], abs=1e-4), (key, name)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
     python tests/unit/observability/record_runs.py [NAME …]
 
-About half a minute a run on two cores. Only the metrics that the advisories read are kept, with three digits.
+About half a minute a run on two cores. Only the metrics that the advisories read are kept, with three digits, and the
+free space at the end of the run. The run on a small disk mounts a tmpfs, for which it needs root.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,15 @@ def one_letter(row: dict[str, Any], text: str) -> float:
     return text.count("a") / 8
 
 
+def slow_judge(row: dict[str, Any], text: str) -> float:
+    time.sleep(0.4)
+    return 0.5 + 0.01 * len(text)
+
+
+def long_to_a_dozen(row: dict[str, Any], text: str) -> float:
+    return 1 - abs(len(text) - 12) / 12
+
+
 def fails_for_some(row: dict[str, Any], text: str) -> float:
     if sum(map(ord, text)) % 6 == 0:
         raise ValueError("an answer that this reward cannot read")
@@ -92,9 +103,14 @@ RUNS: dict[str, tuple[str, ...]] = {
     "filtered_prompts": ("rollout.filter_groups=true", "rollout.max_refills=20", *GROUPS, "trainer.batch_size=8"),
     "paid_for_length": (reward(long_answers), "loss.distill_coef=0.05", "rollout.max_new_tokens=16", *GROUPS),
     "paid_for_some_length": (reward(long_to_a_point), "loss.distill_coef=0.05", "rollout.max_new_tokens=16", *GROUPS),
+    "paid_for_more_length": (
+        reward(long_to_a_dozen), "loss.distill_coef=0.2", "rollout.max_new_tokens=16", "trainer.steps=48", "trainer.schedule=constant", *GROUPS,
+        "trainer.learning_rate=2e-4",
+    ),
     "paid_for_one_letter": (reward(one_letter), "loss.distill_coef=0.01", *GROUPS),
     "small_clamp": ("loss.loss_max_clamp=0.5",),
     "many_epochs": (reward(varied), "loss.distill_coef=1e-9", "trainer.epochs=8", "trainer.learning_rate=3e-3", *GROUPS),
+    "narrow_clip": (reward(varied), "loss.clip_low=0.02", "loss.clip_high=0.02", "trainer.epochs=8", *GROUPS),
     "hot_engine": ("rollout.temperature=1.6", "loss.correction.measure=true"),
     "swapped_teachers": (f"teachers.add.model={SORT}", f"teachers.sort.model={ADD}"),
     "weak_teacher": (f"student.model={ADD}", f"teachers.add.model={START}", "data.train=ADD_ROWS", "trainer.learning_rate=1e-6"),
@@ -105,6 +121,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "trainer.learning_rate=1e-4",
     ),
     "killed_replica": ("trainer.steps=60",),
+    "slow_reward": (reward(slow_judge), "trainer.mode=fully_async"),
+    "slow_trainer": ("trainer.mode=fully_async", "trainer.epochs=32", "trainer.learning_rate=3e-5"),
+    "small_disk": (),
     "failing_reward": (reward(fails_for_some), "trainer.max_dead_letters=1.0"),
 }  # fmt: skip
 
@@ -112,12 +131,25 @@ RUNS: dict[str, tuple[str, ...]] = {
 def main(names: Iterable[str]) -> None:
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     for name in names or RUNS:
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as place, disk(name, place):
             recorded[name] = record(name, Path(place))
         text = ",\n".join(
             f"{json.dumps(one)}: {json.dumps(recorded[one])}" for one in RUNS if one in recorded
         )
         RECORDED.write_text("{\n" + text + "\n}\n")
+
+
+@contextmanager
+def disk(name: str, place: str) -> Iterator[None]:
+    """The run "small_disk" has a disk of 200 MB."""
+    if name != "small_disk":
+        yield
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "small", place], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def record(name: str, place: Path) -> dict[str, Any]:
@@ -143,15 +175,16 @@ def record(name: str, place: Path) -> dict[str, Any]:
 
 
 def summary(run: RunDir) -> dict[str, Any]:
-    """Recipe keys, dead letters, and per metric its first and last step and its values."""
-    facts = facts_of(run)
+    """Recipe keys, dead letters, bytes, and per metric its first and last step and its values."""
+    facts = facts_of(run, live=True)
     metrics = {
         key: [[one.steps[0], one.steps[-1]], [short(value) for value in one.values]]
         for key, one in sorted(facts.history.series.items())
         if READ.fullmatch(key) and (any(one.values) or key.startswith(("critic/", "val/", "rollout/reward/")))
     }
     recipe = {key: facts.key(key) for key in RECIPE}
-    return {"recipe": recipe, "dead_letters": dict(facts.dead_letters), "metrics": metrics}
+    found = {name: getattr(facts, name) for name in ("free_bytes", "checkpoint_bytes")}
+    return {"recipe": recipe, "dead_letters": dict(facts.dead_letters), **found, "metrics": metrics}
 
 
 def short(value: float) -> float | int:

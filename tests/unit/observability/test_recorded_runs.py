@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from record_runs import RUNS
+from test_advisories import TROUBLE
 
 from understudy.observability.advisories.history import History, Series
 from understudy.observability.advisories.rules import RunFacts, advise
@@ -27,6 +28,7 @@ SPOKEN: dict[str, set[str]] = {
     # Teachers are measured by the same reward, which is not what they were trained for.
     "paid_for_length": {"kl_above_start", "truncation", "teacher_below_student"},
     "paid_for_some_length": {"kl_above_start", "teacher_below_student"},
+    "paid_for_more_length": {"length_inflation", "teacher_below_student"},
     "paid_for_one_letter": {
         "kl_above_start",
         "entropy_collapse",
@@ -37,12 +39,16 @@ SPOKEN: dict[str, set[str]] = {
     },
     "small_clamp": {"clamped_or_clipped"},
     "many_epochs": {"kl_above_start", "teacher_below_student"},
+    "narrow_clip": {"clamped_or_clipped", "teacher_below_student"},
     "hot_engine": {"engine_disagrees", "truncation", "reward_is_constant"},
     "swapped_teachers": {"teacher_solves_nothing", "reward_is_constant"},
     "weak_teacher": {"teacher_below_student"},
     "slowed_teacher": {"slow_teacher"},
     "answers_of_others": {"kl_rises_while_loss_falls", "teacher_solves_nothing"},
     "killed_replica": {"restarting_replica"},
+    "slow_reward": {"trainer_idle"},
+    "slow_trainer": {"teacher_idle"},
+    "small_disk": {"disk_low"},
     "failing_reward": {"dead_letters"},
 }
 
@@ -57,7 +63,8 @@ def facts(name: str) -> RunFacts:
     for key, value in told["recipe"].items():
         section, _, rest = key.partition(".")
         tables.setdefault(section, {})[rest] = value
-    return RunFacts(history, tables, told["dead_letters"])
+    sizes = (told.get("free_bytes"), told.get("checkpoint_bytes", 0))
+    return RunFacts(history, tables, told["dead_letters"], *sizes)
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -67,6 +74,23 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 def test_every_run_that_the_script_makes_is_here() -> None:
     assert SPOKEN.keys() == RUNS.keys() == RECORDED.keys()
+
+
+def test_every_advisory_has_a_recorded_run() -> None:
+    """Named here, so that a rule without a run shows."""
+    spoken = {name for names in SPOKEN.values() for name in names}
+    assert spoken == TROUBLE.keys()
+    keys = {key for name in SPOKEN for one in advise(facts(name)) for key in one.metrics}
+    assert {"actor/distillation/clamped_share", "actor/pg_clipfrac"} <= keys
+
+
+def test_a_healthy_run_has_free_space_recorded() -> None:
+    assert all(facts(name).free_bytes for name in ("healthy", "healthy_async"))
+
+
+def test_a_small_disk_is_told_in_its_own_unit() -> None:
+    (found,) = advise(facts("small_disk"))
+    assert found.evidence == "193.5 MiB free, a checkpoint takes 4.2 MiB"
 
 
 def test_one_teacher_is_named_once() -> None:

@@ -374,9 +374,13 @@ def disk_low(facts: RunFacts) -> Iterator[Advisory]:
     if facts.free_bytes < need:
         yield Advisory(
             "disk_low", "warning", "The disk of the run directory is nearly full",
-            f"{facts.free_bytes / 2**30:.2f} GiB free, a checkpoint takes {facts.checkpoint_bytes / 2**30:.2f} GiB",
+            f"{_size(facts.free_bytes)} free, a checkpoint takes {_size(facts.checkpoint_bytes)}",
             "Free space, or lower trainer.keep_checkpoints and run.rollout_dump_every.",
         )  # fmt: skip
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
 def _parsed(history: History) -> dict[str, Series]:

@@ -165,10 +165,12 @@ class LeadingPolicy:
                 old_logprobs=old_logprobs,
                 teacher_heads=teacher_heads,
                 ends_step=ends_step,
-                watch=watch,  # rows of other ranks are not recorded
+                watch=watch if watched else None,
             )
 
+        watched = watch.left if watch is not None else []
         command = {"do": "update", "max_tokens": max_tokens_per_microbatch, "ends_step": ends_step}
+        command["watch"] = watched
         return self._on_batch(command, batch, call, weights=whole, old_logprobs=old_logprobs)
 
     def skip_step(self) -> None:
@@ -386,7 +388,7 @@ def _execute(
             weights, old = others["weights"], others.get("old_logprobs")
             policy.update(
                 batch, objective, weights, head["max_tokens"], old_logprobs=old, teacher_heads=heads,
-                ends_step=head["ends_step"],
+                ends_step=head["ends_step"], watch=TokenWatch(head["watch"]) if head["watch"] else None,
             )  # fmt: skip
         case "skip_step":
             policy.skip_step()

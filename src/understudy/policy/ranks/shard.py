@@ -59,6 +59,10 @@ class Ranks(Protocol):
         """Metrics of all ranks, merged on the host."""
         ...
 
+    def gathered(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order."""
+        ...
+
 
 class SingleRank:
     """One process, whole weights."""
@@ -77,6 +81,9 @@ class SingleRank:
 
     def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         return metrics
+
+    def gathered(self, message: bytes) -> list[bytes]:
+        return [message]
 
 
 class Group:
@@ -123,18 +130,18 @@ class Group:
             {name: _METRICS[kind](**values) for name, (kind, values) in part.items()} for part in parts
         )
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Gathers a small value of every rank, as JSON rather than pickle."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    def gathered(self, message: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.host)
-        longest = max(int(size) for size in sizes)
-        padded = nn.functional.pad(text, (0, longest - len(text)))
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self.host)
+        longest = max(1, *(int(size) for size in sizes))
+        padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
         found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self.host)
-        return [
-            json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(found, sizes, strict=True)
-        ]
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Gathers a small value of every rank, as JSON rather than pickle."""
+        return [json.loads(text) for text in self.gathered(json.dumps(value).encode())]
 
 
 def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:

@@ -22,6 +22,7 @@ from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy, follow
 from understudy.policy.ranks.shard import join, leave
+from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import RemoteBatch
 from understudy.weights.adapters import AdaptedModel
@@ -119,6 +120,23 @@ def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
     leader.skip_step()
     leader.close()
     return losses
+
+
+def watch_rows(ranks: Any, folder: str, keys: list[str]) -> Any:
+    """What a step of two updates computed for each token of some rows, by key; of rank 0, or of one process alone."""
+    policy = Policy(qwen3(), settings(), ranks=ranks)
+    if ranks is not None and ranks.rank != 0:
+        return follow(policy, cross_entropy, ranks)
+    leader = policy if ranks is None else LeadingPolicy(policy, ranks)
+    batch, watch = varied_batch(), TokenWatch(keys)
+    for rows in (range(7), range(7, len(batch))):
+        part = batch.select(list(rows))
+        leader.update(part, cross_entropy, token_mean(part), 40, watch=watch)
+    assert watch.left == []
+    leader.update(batch, cross_entropy, token_mean(batch), 40, watch=watch)
+    if ranks is not None:
+        leader.close()
+    return watch.columns()
 
 
 class RowsInMemory:
@@ -236,5 +254,6 @@ JOBS = {
     "lead_and_follow": lead_and_follow,
     "rows_by_name": rows_by_name,
     "train": train,
+    "watch_rows": watch_rows,
     "break_a_step": break_a_step,
 }

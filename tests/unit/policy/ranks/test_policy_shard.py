@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_child import break_a_step, run_rank, train
+from rank_child import break_a_step, run_rank, train, watch_rows
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import PolicyError
@@ -70,6 +70,18 @@ def test_ranks_give_the_losses_of_one_process(tmp_path: Path, size: int) -> None
     assert one.model.keys() == many.model.keys() and one.optimizer.keys() == many.optimizer.keys()
     for name, tensor in one.model.items():
         assert torch.allclose(tensor, many.model[name], atol=1e-4), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_watched_rows_of_every_rank_reach_rank_0(tmp_path: Path, size: int) -> None:
+    keys = list(varied_batch().keys[::2])
+    expected = watch_rows(None, str(tmp_path), keys)
+    found = on_ranks(size, tmp_path, "watch_rows", keys=keys)[0]
+    assert found.keys() == expected.keys() == set(keys)
+    for key, columns in expected.items():
+        assert found[key].keys() == columns.keys()
+        for name, column in columns.items():
+            assert found[key][name] == pytest.approx(column, abs=1e-4), (key, name)
 
 
 def test_a_batch_smaller_than_the_ranks_works(tmp_path: Path) -> None:
