@@ -1,4 +1,4 @@
-"""The live view of a run: a table in a terminal, plain lines anywhere else."""
+"""The live view of a run: a table in a terminal or in a notebook cell, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from understudy.observability.notebook import NotebookCell, in_notebook
 from understudy.observability.redact import printable
 from understudy.observability.report import is_share
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
+_CELL_SECONDS = 0.25
 
 
 class LiveView:
@@ -38,6 +40,9 @@ class LiveView:
         self.console = console or Console(stderr=True)
         self._enabled = enabled
         self._fancy = enabled and self.console.is_terminal
+        self._cell = NotebookCell() if enabled and console is None and in_notebook() else None
+        self._plain = enabled and not self._fancy and self._cell is None
+        self._shown = 0.0
         self._steps = steps
         self._line: dict[str, Any] = {}
         self._phase = ""
@@ -73,11 +78,21 @@ class LiveView:
     ) -> None:
         if self._fancy:
             self._live.stop()
+        self._phase = ""
+        self._show(at_once=True)
+
+    def _show(self, *, at_once: bool = False) -> None:
+        """Replaces the notebook's cell, otherwise at most a few times a second."""
+        now = time.monotonic()
+        if self._cell is not None and (at_once or now - self._shown > _CELL_SECONDS):
+            self._shown = now
+            self._cell.show(self._render())
 
     def phase(self, text: str) -> None:
         """Shows the current activity, for work that is not a step (starting teachers, evaluating)."""
         self._phase = text
-        if self._enabled and not self._fancy and text:
+        self._show(at_once=True)
+        if self._plain and text:
             self._say(text)
 
     @contextmanager
@@ -87,17 +102,19 @@ class LiveView:
 
         Outside a terminal it prints a line at the start and one every few seconds.
         """
-        bar = self._others.add_task(text, total=total, visible=self._fancy)
+        bar = self._others.add_task(text, total=total, visible=not self._plain)
         done, last = 0, time.monotonic()
-        if self._enabled and not self._fancy:
+        self._show(at_once=True)
+        if self._plain:
             self._say(text)
 
         def advance(pieces: int) -> None:
             nonlocal done, last
             done += pieces
             self._others.update(bar, completed=done)
+            self._show()
             now = time.monotonic()
-            if self._enabled and not self._fancy and now - last > _PLAIN_SECONDS:
+            if self._plain and now - last > _PLAIN_SECONDS:
                 last = now
                 self._say(f"{text}: {done}" + (f"/{total}" if total else ""))
 
@@ -105,6 +122,7 @@ class LiveView:
             yield advance
         finally:
             self._others.remove_task(bar)
+            self._show(at_once=True)
 
     def _say(self, text: str) -> None:
         """Prints a plain line; paths and names in it may contain what rich would read as markup."""
@@ -123,7 +141,8 @@ class LiveView:
         loss = line.get("actor/loss")
         if loss is not None:
             self._losses.append(float(loss))
-        if self._enabled and not self._fancy:
+        self._show()
+        if self._plain:
             now = time.monotonic()
             if step in (0, self._steps) or now - self._last_plain > _PLAIN_SECONDS:
                 self._last_plain = now
