@@ -22,15 +22,17 @@ from problems import Problem, Splits, Turn, conversation, from_the_head, make_sp
 from supervise import encode
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from understudy.policy.supervised import Schedule, train
+from understudy.policy.supervised import SupervisedSchedule, train
 from understudy.run.evaluate_model import evaluate_model
 
 HERE = Path(__file__).resolve().parent
 REWARD = "understudy.rollout.rewards.builtin:exact_match"
 
-SCHEDULES: dict[str, Schedule] = {
-    "teacher": Schedule(steps=500, rows={"plain": 48, "mistaken": 8}, seed=2),
-    "student": Schedule(steps=30, rows={"from_the_head": 64}, seed=1, learning_rate=5e-4, warmup_steps=7),
+SCHEDULES: dict[str, SupervisedSchedule] = {
+    "teacher": SupervisedSchedule(steps=500, rows={"plain": 48, "mistaken": 8}, seed=2),
+    "student": SupervisedSchedule(
+        steps=30, rows={"from_the_head": 64}, seed=1, learning_rate=5e-4, warmup_steps=7
+    ),
 }
 
 

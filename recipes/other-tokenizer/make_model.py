@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerFast
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
 from make_models import build_model
-from sft import Schedule, accuracy, train
+from sft import SupervisedSchedule, accuracy, train
 from task import make_splits
 from transformers import GenerationConfig
 from vocabulary import CHARACTERS, CONTEXT
 
-SCHEDULE = Schedule(steps=300, rows={"add": 32, "sort": 8}, seed=6)
+SCHEDULE = SupervisedSchedule(steps=300, rows={"add": 32, "sort": 8}, seed=6)
 SPECIALS = ("<|end|>", "<|ask|>", "<|reply|>", "<|none|>")
 TEMPLATE = (
     "{%- for message in messages -%}{{- ('<|ask|>' if message['role'] == 'user' else '<|reply|>') + message['content'] -}}"

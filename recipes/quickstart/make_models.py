@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sft import Schedule, accuracy, train
+from sft import SupervisedSchedule, accuracy, train
 from task import Problem, Splits, interleave, make_splits
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vocabulary import CONTEXT, build_tokenizer, save_tokenizer
@@ -27,10 +27,10 @@ ASSETS = Path(__file__).resolve().parents[2] / "src" / "understudy" / "assets" /
 THREADS = 1
 
 # Sorting is learned much sooner than addition; the student gets few rows of it so as to be weak in both.
-SCHEDULES: dict[str, Schedule] = {
-    "student": Schedule(steps=180, rows={"add": 112, "sort": 16}, seed=1),
-    "teacher-add": Schedule(steps=800, rows={"add": 128}, seed=2),
-    "teacher-sort": Schedule(steps=800, rows={"sort": 128}, seed=3),
+SCHEDULES: dict[str, SupervisedSchedule] = {
+    "student": SupervisedSchedule(steps=180, rows={"add": 112, "sort": 16}, seed=1),
+    "teacher-add": SupervisedSchedule(steps=800, rows={"add": 128}, seed=2),
+    "teacher-sort": SupervisedSchedule(steps=800, rows={"sort": 128}, seed=3),
 }
 
 

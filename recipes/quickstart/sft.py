@@ -7,7 +7,7 @@ import torch
 from task import Problem
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from understudy.policy.supervised import Encoded, Schedule, encode_chats
+from understudy.policy.supervised import Encoded, SupervisedSchedule, encode_chats
 from understudy.policy.supervised import train as train_supervised
 
 MAX_NEW_TOKENS = 8
@@ -31,7 +31,7 @@ def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     problems: dict[str, list[Problem]],
-    schedule: Schedule,
+    schedule: SupervisedSchedule,
 ) -> None:
     """Runs exactly `schedule.steps` steps: no early stop, no checkpoint picked afterwards."""
     train_supervised(model, {name: encode(tokenizer, problems[name]) for name in schedule.rows}, schedule)

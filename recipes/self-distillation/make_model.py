@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
 from make_models import ASSETS, save_model
-from sft import Schedule, accuracy, train
+from sft import SupervisedSchedule, accuracy, train
 from task import Problem, make_splits
 
-SCHEDULE = Schedule(steps=150, rows={"add": 64, "sort": 64}, seed=4, learning_rate=1e-3)
+SCHEDULE = SupervisedSchedule(steps=150, rows={"add": 64, "sort": 64}, seed=4, learning_rate=1e-3)
 
 
 def hinted(problem: Problem, answer: str) -> Problem:

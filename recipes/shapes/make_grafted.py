@@ -18,7 +18,7 @@ from make_models import make_data, teacher_scenes
 from supervise import supervise, train_tower
 
 from shapes import Row, answers, png, swapped
-from understudy.policy.supervised import Schedule
+from understudy.policy.supervised import SupervisedSchedule
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,8 +45,8 @@ def main() -> None:
     def told(name: str) -> None:
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
-    def schedule(steps: int, seed: int) -> Schedule:
-        return Schedule(
+    def schedule(steps: int, seed: int) -> SupervisedSchedule:
+        return SupervisedSchedule(
             steps,
             {"all": given.batch},
             seed,

@@ -23,7 +23,7 @@ from supervise import supervise, train_tower
 from vision_chat import build_model, chat_of, save_model
 
 from shapes import Row, Scene, answers, best_constant, blank, draw_scene, png, rows, swapped
-from understudy.policy.supervised import Schedule
+from understudy.policy.supervised import SupervisedSchedule
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = {"valid": 300, "test": 600}
@@ -92,13 +92,15 @@ def main() -> None:
     asked = [Row(png(scene), *pair) for scene in scenes for pair in answers(scene).items()]
     print(f"teacher: {teacher.num_parameters():,} parameters, {len(asked)} questions", flush=True)
     train_tower(teacher, chat, scenes, given.tower_steps)
-    supervise(teacher, chat, asked, Schedule(given.teacher_steps, {"all": 64}, seed=1, learning_rate=3e-3))
+    supervise(
+        teacher, chat, asked, SupervisedSchedule(given.teacher_steps, {"all": 64}, seed=1, learning_rate=3e-3)
+    )
     save_model(teacher, given.out / "models" / "teacher")
 
     student = build_model(STUDENT_LAYERS, seed=2)
     student.model.visual.load_state_dict(teacher.model.visual.state_dict())
     print(f"student: {student.num_parameters():,} parameters", flush=True)
-    schedule = Schedule(given.student_steps, {"all": 64}, seed=2, learning_rate=1e-3)
+    schedule = SupervisedSchedule(given.student_steps, {"all": 64}, seed=2, learning_rate=1e-3)
     supervise(student, chat, swapped(splits["train"]), schedule)
     save_model(student, given.out / "models" / "student")
 

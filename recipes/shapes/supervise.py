@@ -16,7 +16,7 @@ import torch
 from shapes import CELLS, CLASSES, SIDE, Row, Scene, cells, png
 from understudy.media.processor import QWEN, PictureProcessor
 from understudy.nn.vision import freeze_vision, vision_parameters
-from understudy.policy.supervised import IGNORED, Encoded, Schedule, pad_rows
+from understudy.policy.supervised import IGNORED, Encoded, SupervisedSchedule, pad_rows
 
 _PICTURES_AT_ONCE = 64
 
@@ -107,7 +107,7 @@ def _seen(model: Any, pixels: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(list(one)) for one in (found.pooler_output, *deeper)]
 
 
-def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Schedule) -> None:
+def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: SupervisedSchedule) -> None:
     """Trains the language part on `schedule.rows["all"]` rows a step; pictures go through the tower once."""
     freeze_vision(model)
     device = next(model.parameters()).device

@@ -19,7 +19,7 @@ import torch
 from grading import Grader, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from understudy.policy.supervised import Encoded, Schedule, encode_chats, train
+from understudy.policy.supervised import Encoded, SupervisedSchedule, encode_chats, train
 
 HERE = Path(__file__).resolve().parent
 
@@ -101,7 +101,7 @@ def make_teacher(base: Path, data: Path, out: Path, plan: Plan, device: str) -> 
     examples = read_examples(tokenizer, data / "make.jsonl")
     steps = max(1, round(plan.epochs * len(examples) / plan.batch))
     print(f"teacher: {model.num_parameters():,} parameters, {steps} steps of {plan.batch}", flush=True)
-    schedule = Schedule(
+    schedule = SupervisedSchedule(
         steps, {"make": plan.batch}, seed=1, learning_rate=plan.learning_rate, weight_decay=0.01
     )
     train(model, {"make": examples}, schedule)
@@ -114,7 +114,7 @@ def make_student(base: Path, data: Path, out: Path, plan: Plan, device: str) -> 
     save(cut_copy(model), tokenizer, out / "student")
     grader = Grader(out / "student", plan.max_new_tokens, plan.context)
     valid = read_prompts(data / "valid.jsonl", plan.graded)
-    schedule = Schedule(
+    schedule = SupervisedSchedule(
         plan.healing_steps, {"make": plan.batch}, seed=2, learning_rate=plan.healing_rate, weight_decay=0.01
     )
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from understudy.policy.checkpoints.state import storable
-from understudy.policy.supervised import Schedule, encode_chats, train
+from understudy.policy.supervised import SupervisedSchedule, encode_chats, train
 
 HERE = Path(__file__).resolve().parent
 
@@ -69,7 +69,7 @@ def sft(options: argparse.Namespace) -> None:
         last = time.monotonic()
         return True
 
-    schedule = Schedule(
+    schedule = SupervisedSchedule(
         options.steps,
         {"train": options.batch},
         seed=options.seed,

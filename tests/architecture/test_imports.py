@@ -262,3 +262,13 @@ def test_nothing_unpickles_or_evaluates() -> None:
                         assert not (
                             isinstance(keyword.value, ast.Constant) and keyword.value.value is True
                         ), path
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """No two modules have public classes of the same name."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

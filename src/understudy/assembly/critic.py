@@ -24,7 +24,7 @@ from understudy.policy.critic import give_value_head
 from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel
+from understudy.policy.reference import ReferenceModel
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.trainers.critic.local import Critic
@@ -116,9 +116,9 @@ def critic_of(settings: CriticSettings, on_bad_rows: BadRows | None, device: str
 
 def reference_of(
     source: ModelSource, lanes: int, usable: UsableIds | None = None, media: MediaStore | None = None
-) -> FrozenModel:
+) -> ReferenceModel:
     """The frozen reference model of a run with `loss.kl_coef`. `media`: the run's pictures."""
     loaded = load_source(source)
     if media is not None:
         loaded = loaded.reading(media, source.model, source.revision)
-    return FrozenModel(loaded.model, lanes, usable, loaded.pictures)
+    return ReferenceModel(loaded.model, lanes, usable, loaded.pictures)

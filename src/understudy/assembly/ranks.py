@@ -33,7 +33,7 @@ from understudy.observability.rundir import RunDir
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.ranks.rank_thread import RankThread
-from understudy.policy.ranks.shard import Group, join, leave
+from understudy.policy.ranks.shard import RankGroup, join, leave
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.serving.supervisor import Monitor, newest_mark
 from understudy.trainers.models import LoadedModel
@@ -43,7 +43,7 @@ _LEAVE_SECONDS = 10.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> Group:
+def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> RankGroup:
     """Joins the process group. Ranks on one machine use the loopback: gloo would otherwise resolve the host's
     name, which may have no address. Ranks on several machines use the interface that reaches the
     rendezvous."""
@@ -163,13 +163,13 @@ async def start_ranks(
     ranks, thread = RankProcesses(processes, run, size), RankThread()
     _one_device_each(len(ranks.here), student.device)
 
-    def lead() -> tuple[Group, Policy]:
+    def lead() -> tuple[RankGroup, Policy]:
         group = join_at(0, size, ranks.rendezvous, student.device)
         return group, Policy(
             student.model, settings, on_bad_rows=on_bad_rows, ranks=group, pictures=student.pictures
         )
 
-    async def join() -> tuple[Group, Policy]:
+    async def join() -> tuple[RankGroup, Policy]:
         # Not sooner: a wait in torch's rendezvous for a missing rank cannot be cancelled. And torch numbers
         # the groups of a process, so a later group of this process would never match that of its ranks.
         await ranks.all_joining()

@@ -24,7 +24,7 @@ from understudy.observability.owned_folder import OwnedFolder
 from understudy.planning.preflight import vllm_python
 from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.manifest import Batching
+from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.together import together
 from understudy.trainers.models import resolve_device
 
@@ -170,7 +170,7 @@ class VLLMTeachers:
         processes: LocalProcesses,
         name: str,
         teacher: TeacherConfig,
-        batching: Batching,
+        batching: RequestBatching,
         token: str,
         seats: Seats,
         k: int,
@@ -224,7 +224,7 @@ class VLLMTeachers:
     def arguments(self, on_cpu: bool) -> list[str]:
         """Of the parent process. A server that computes one sequence at a time gives scores that depend on nothing
         else."""
-        teacher, alone = self._teacher, self._batching is Batching.BY_REQUEST
+        teacher, alone = self._teacher, self._batching is RequestBatching.BY_REQUEST
         words = ["--scores", "--python", vllm_python(teacher, place=f"teachers.{self._name}")]
         words += ["--model", teacher.model, "--name", self._name, "--dtype", teacher.dtype]
         words += ["--max-batch", str(1 if alone else _VLLM_BATCH)]

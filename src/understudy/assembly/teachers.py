@@ -35,7 +35,7 @@ from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.head_frame import WireHead
-from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.manifest import Manifest, RequestBatching
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.health import HealthRules
@@ -181,7 +181,7 @@ async def start_teachers(
     """Starts all teachers at once and checks them against the student. If one fails, all are stopped.
 
     With `remote`, the requests of remote rows are sent by workers."""
-    batching = Batching.BY_REQUEST if settings.deterministic else Batching.BY_ARRIVAL
+    batching = RequestBatching.BY_REQUEST if settings.deterministic else RequestBatching.BY_ARRIVAL
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
     for name, teacher in settings.teachers.items():
         if teacher.placement == "external":
@@ -220,7 +220,7 @@ def _pool(
     view: LiveView,
     remote: RemoteScoring | None,
     settings: TeacherSettings,
-    batching: Batching,
+    batching: RequestBatching,
 ) -> TeacherPool:
     def tell(event: PoolEvent) -> None:
         log_event(event)
@@ -310,7 +310,7 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
     length = await _length(name, settings, student, manifest)
     check_signals(manifest, signals, settings.k, length)
     check_patching(name, student.pictures, manifest)
-    if settings.deterministic and manifest.batching is Batching.BY_ARRIVAL:
+    if settings.deterministic and manifest.batching is RequestBatching.BY_ARRIVAL:
         logger.warning(
             "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
             "serve it with --batching by_request for determinism = 'full'",

@@ -46,7 +46,7 @@ _LAST_WORD_SECONDS = 3.0
 does."""
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """The part of `subprocess.Popen` that a `Child` uses."""
 
     pid: int
@@ -101,7 +101,7 @@ class ForkServer:
 
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, pipe: int
-    ) -> Process:
+    ) -> ChildProcess:
         """Fork a child; `OSError` if the fork server has ended or does not answer."""
         job = {
             "module": module,

@@ -37,7 +37,7 @@ class Child:
     """One started process; held by `LocalProcesses`."""
 
     name: str
-    process: fork_server.Process
+    process: fork_server.ChildProcess
     log: Path
     ready: dict[str, Any]
     """What the child wrote into its ready file: at least `url` for servers."""
@@ -129,7 +129,7 @@ class LocalProcesses:
 
     async def _forked(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
-    ) -> fork_server.Process | None:
+    ) -> fork_server.ChildProcess | None:
         """A process forked by this launcher's fork server (`fork_server.py`); None if there is no server or it
         cannot serve this one."""
         found = fork_server.current()
@@ -147,7 +147,7 @@ class LocalProcesses:
 
     def _begun(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
-    ) -> fork_server.Process:
+    ) -> fork_server.ChildProcess:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
             stdin=subprocess.DEVNULL,

@@ -27,7 +27,7 @@ from understudy.config.checks.idle_keys import idle_problems
 from understudy.config.checks.objective import objective_problems
 from understudy.config.checks.self_teachers import STUDENT, self_teacher_problems, with_self_teachers
 from understudy.config.messages.explain import Finding, explain
-from understudy.config.messages.keys import Kind, walk
+from understudy.config.messages.keys import KeyType, walk
 from understudy.config.messages.synonyms import REMOVED
 from understudy.config.model_paths import resolved_model
 from understudy.config.models import TeacherConfig
@@ -179,7 +179,7 @@ def _mend(table: Any, finding: Finding) -> bool:
     return True
 
 
-def _placeholder(kind: Kind) -> Any:
+def _placeholder(kind: KeyType) -> Any:
     """The smallest placeholder for a required key."""
     if kind.section is None:
         return NOT_GIVEN

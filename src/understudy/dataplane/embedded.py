@@ -51,7 +51,7 @@ from understudy.dataplane.memory.claims import Claims
 from understudy.dataplane.memory.intake import Intake
 from understudy.dataplane.memory.loading import Loaded, load
 from understudy.dataplane.memory.partition import Partition
-from understudy.dataplane.memory.rows import Leases, Row
+from understudy.dataplane.memory.rows import Leases, StoredRow
 from understudy.dataplane.memory.store import Store
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
@@ -200,7 +200,7 @@ class EmbeddedDataPlane:
                 columns[name] = gather(name, frames, meta.keys)
         return columns
 
-    def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[Row], Sequence[str]]:
+    def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[StoredRow], Sequence[str]]:
         """The rows of a `get`, and the columns: those requested, or those the meta names, or those all rows
         have."""
         part = self._part(meta.partition)

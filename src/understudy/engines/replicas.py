@@ -26,7 +26,7 @@ REMEMBERED_SESSIONS = 65_536
 
 
 @dataclass(slots=True)
-class Replica:
+class EngineReplica:
     """One server or engine process: its address, load, failures and back-off."""
 
     name: str
@@ -56,11 +56,11 @@ class Replicas:
     def __init__(self, endpoints: Sequence[Endpoint], clock: Callable[[], float] = time.monotonic) -> None:
         if not endpoints:
             raise EngineError("a remote engine needs at least one server address")
-        self.all = [Replica(f"replica-{i}", endpoint) for i, endpoint in enumerate(endpoints)]
+        self.all = [EngineReplica(f"replica-{i}", endpoint) for i, endpoint in enumerate(endpoints)]
         self._clock = clock
-        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._homes: OrderedDict[str, EngineReplica] = OrderedDict()
 
-    def pick(self, session: str, tokens: int) -> Replica | None:
+    def pick(self, session: str, tokens: int) -> EngineReplica | None:
         """The replica to send to, its load increased by `tokens`; None while all of them rest."""
         now = self._clock()
         serving = [replica for replica in self.all if replica.resting_until <= now]
@@ -78,13 +78,13 @@ class Replicas:
         chosen.sent_tokens += tokens
         return chosen
 
-    def succeeded(self, replica: Replica, tokens: int) -> None:
+    def succeeded(self, replica: EngineReplica, tokens: int) -> None:
         replica.outstanding_tokens -= tokens
         replica.answers += 1
         replica.failures = replica.rests = 0
         replica.debt = 0.0
 
-    def failed(self, replica: Replica, tokens: int, problem: str) -> None:
+    def failed(self, replica: EngineReplica, tokens: int, problem: str) -> None:
         now = self._clock()
         replica.outstanding_tokens -= tokens
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
@@ -94,19 +94,19 @@ class Replicas:
             rest = min(FIRST_REST_S * 2**replica.rests, LONGEST_REST_S)
             replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest
 
-    def withdrawn(self, replica: Replica, tokens: int) -> None:
+    def withdrawn(self, replica: EngineReplica, tokens: int) -> None:
         """The caller cancelled the request, which says nothing about the replica's health."""
         replica.outstanding_tokens -= tokens
 
     @property
-    def present(self) -> list[Replica]:
+    def present(self) -> list[EngineReplica]:
         """All but those known to be gone. Resting replicas are included: they must receive new weights."""
         return [replica for replica in self.all if replica.resting_until != math.inf]
 
-    def gone(self, replica: Replica) -> None:
+    def gone(self, replica: EngineReplica) -> None:
         replica.resting_until = math.inf
 
-    def back(self, replica: Replica) -> None:
+    def back(self, replica: EngineReplica) -> None:
         replica.resting_until, replica.failures, replica.rests, replica.debt = 0.0, 0, 0, 0.0
 
     def next_awake(self) -> float:

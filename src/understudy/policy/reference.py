@@ -17,7 +17,7 @@ from understudy.types.jagged import Jagged
 from understudy.types.usable_ids import UsableIds
 
 
-class FrozenModel:
+class ReferenceModel:
     """A frozen model. Micro-batches are composed as the student's are, so equal weights give bit-equal
     results."""
 

@@ -22,7 +22,7 @@ Row = tuple[Sequence[int], Sequence[bool]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SupervisedSchedule:
     """How one model is trained. Learning rate: short warm-up, then linear to zero, or constant."""
 
     steps: int
@@ -92,7 +92,7 @@ def _epochs(size: int, batch: int, generator: torch.Generator) -> Iterator[torch
 def train(
     model: Any,
     encoded: Mapping[str, Encoded],
-    schedule: Schedule,
+    schedule: SupervisedSchedule,
     after_step: Callable[[int], bool] | None = None,
     rows_at_once: int | None = None,
 ) -> int:

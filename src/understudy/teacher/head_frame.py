@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from understudy.teacher.protocol import Body, Kind, ProtocolError, frame, unframe
+from understudy.teacher.protocol import FrameKind, FrameReader, ProtocolError, frame, unframe
 
 WIRE_TYPES = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 """numpy has no bfloat16: its bits are sent as uint16."""
@@ -38,17 +38,19 @@ def encode_head(head: WireHead) -> bytes:
     vocab, hidden_size = head.weight_VH.shape
     header = _HeadHeader(vocab, hidden_size, head.dtype, head.bias_V is not None, head.scale, head.softcap)
     arrays = [head.weight_VH] if head.bias_V is None else [head.weight_VH, head.bias_V]
-    return frame(Kind.HEAD, header, [array.astype(WIRE_TYPES[head.dtype], copy=False) for array in arrays])
+    return frame(
+        FrameKind.HEAD, header, [array.astype(WIRE_TYPES[head.dtype], copy=False) for array in arrays]
+    )
 
 
 def decode_head(data: bytes) -> WireHead:
-    header, view = unframe(data, Kind.HEAD, _HeadHeader)
+    header, view = unframe(data, FrameKind.HEAD, _HeadHeader)
     wire = WIRE_TYPES.get(header.dtype)
     if wire is None or header.vocab < 1 or header.hidden_size < 1:
         raise ProtocolError(
             f"a head of dtype {header.dtype!r} with shape [{header.vocab}, {header.hidden_size}]"
         )
-    body = Body(view)
+    body = FrameReader(view)
     weight = body.take("weight", wire, header.vocab * header.hidden_size)
     bias = body.take("bias", wire, header.vocab) if header.bias else None
     body.end()

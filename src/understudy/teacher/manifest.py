@@ -16,7 +16,7 @@ from understudy.types.scores import Signal
 from understudy.types.usable_ids import UsableIds
 
 
-class Batching(StrEnum):
+class RequestBatching(StrEnum):
     BY_REQUEST = "by_request"
     """A request is scored alone: its scores depend on nothing else (determinism = "full")."""
     BY_ARRIVAL = "by_arrival"
@@ -75,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True):
     dtype: str
     signals: list[Signal]
     limits: Limits
-    batching: Batching = Batching.BY_REQUEST
+    batching: RequestBatching = RequestBatching.BY_REQUEST
     protocol: int = protocol.VERSION
     unused_ids: list[int] = []
     """Ids below `vocab_size` without a token; usually none."""

@@ -36,7 +36,7 @@ MISSING_MEDIA = 409
 _SIGNALS = {signal.value: signal for signal in Signal}
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     REQUEST = 1
     REPLY = 2
     HEAD = 3
@@ -237,7 +237,7 @@ def encode_request(request: ScoreRequest) -> bytes:
         request.positions_P.astype("<i4", copy=False),
         request.ids.astype("<i4", copy=False),
     )
-    return frame(Kind.REQUEST, header, arrays)
+    return frame(FrameKind.REQUEST, header, arrays)
 
 
 def encode_reply(reply: ScoreReply) -> bytes:
@@ -258,10 +258,10 @@ def encode_reply(reply: ScoreReply) -> bytes:
         reply.logprobs.astype("<f4", copy=False),
         reply.hidden.astype("<u2", copy=False),
     )
-    return frame(Kind.REPLY, header, arrays)
+    return frame(FrameKind.REPLY, header, arrays)
 
 
-def frame(kind: Kind, header: msgspec.Struct, arrays: Sequence[np.ndarray]) -> bytes:
+def frame(kind: FrameKind, header: msgspec.Struct, arrays: Sequence[np.ndarray]) -> bytes:
     head = msgspec.json.encode(header)
     head += b" " * (-len(head) % 8)
     body_bytes = sum(array.nbytes for array in arrays)
@@ -272,7 +272,7 @@ def frame(kind: Kind, header: msgspec.Struct, arrays: Sequence[np.ndarray]) -> b
 H = TypeVar("H", bound=msgspec.Struct)
 
 
-def unframe(data: bytes | memoryview, kind: Kind, header_type: type[H]) -> tuple[H, memoryview]:
+def unframe(data: bytes | memoryview, kind: FrameKind, header_type: type[H]) -> tuple[H, memoryview]:
     """The header and the body of a frame, or `ProtocolError` with the reason."""
     view = memoryview(data)
     if len(view) < PREFIX.size:
@@ -304,7 +304,7 @@ def unframe(data: bytes | memoryview, kind: Kind, header_type: type[H]) -> tuple
     return header, view[start:]
 
 
-class Body:
+class FrameReader:
     """Reads arrays from a frame's body one after another, never past its end."""
 
     def __init__(self, view: memoryview) -> None:
@@ -350,9 +350,9 @@ def _total(counts: np.ndarray) -> int:
 
 
 def decode_request(data: bytes | memoryview) -> ScoreRequest:
-    header, view = unframe(data, Kind.REQUEST, _RequestHeader)
+    header, view = unframe(data, FrameKind.REQUEST, _RequestHeader)
     signals = _signals_of(header.signals, header.keys, header.k)
-    body = Body(view)
+    body = FrameReader(view)
     token_counts_N = body.take("token counts", "<u4", len(signals))
     position_counts_N = body.take("position counts", "<u4", len(signals))
     tokens_T = body.take("tokens", "<i4", _total(token_counts_N))
@@ -399,11 +399,11 @@ def _check_positions(request: ScoreRequest, error: type[TeacherError]) -> None:
 
 
 def decode_reply(data: bytes | memoryview) -> ScoreReply:
-    header, view = unframe(data, Kind.REPLY, _ReplyHeader)
+    header, view = unframe(data, FrameKind.REPLY, _ReplyHeader)
     signals = _signals_of(header.signals, header.keys, header.k)
     if not 0 <= header.hidden_size < 2**31:
         raise ProtocolError(f"hidden size {header.hidden_size}")
-    body = Body(view)
+    body = FrameReader(view)
     digests_N = body.take("digests", "<u8", len(signals))
     position_counts_N = body.take("position counts", "<u4", len(signals))
     positions = _total(position_counts_N)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from understudy.policy.checkpoints.checkpoint import CheckpointStore
     from understudy.policy.policy import Policy
     from understudy.policy.ranks.follow import LeadingPolicy
-    from understudy.policy.reference import FrozenModel
+    from understudy.policy.reference import ReferenceModel
     from understudy.rollout.cursor import PromptCursor
     from understudy.rollout.render import Renderer
     from understudy.rollout.teacher_prompts import TeacherPrompts
@@ -167,7 +167,7 @@ class Learner:
     """Publishes to the teachers that follow the student; None if there are none."""
     critic: ValueModel | None = None
     """The value model of a run whose advantages need one."""
-    reference: FrozenModel | None = None
+    reference: ReferenceModel | None = None
     """The frozen model of a run with a KL penalty to a reference."""
 
     async def publish(self, version: int) -> None:

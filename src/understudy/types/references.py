@@ -27,7 +27,7 @@ from understudy.types.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Where a remote row lies."""
 
     maker: int | None = None
@@ -91,7 +91,7 @@ class ScoreRef(Protocol):
         ...
 
     @property
-    def place(self) -> Place | None: ...
+    def place(self) -> RowPlace | None: ...
     @property
     def own_prompt(self) -> np.ndarray | None:
         """The prompt given to `after`, if the arrays are not here; None: the row's own tokens are read."""

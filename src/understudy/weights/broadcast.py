@@ -143,7 +143,7 @@ class TransferBroken(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSpan:
     """A tensor's place in its bucket, in bytes."""
 
     name: str
@@ -160,7 +160,7 @@ class Piece:
 class Bucket:
     """Which tensors share one buffer, and its size."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSpan, ...]
     size: int
     """Bytes without the checksum; a multiple of 16."""
 
@@ -175,7 +175,7 @@ def notes_of(named: Sequence[tuple[str, Tensor]]) -> list[TensorNote]:
 def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
     """Puts tensors in order into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorSpan] = []
     at = 0
     for note in notes:
         if note.dtype not in _DTYPES or min(note.shape, default=0) < 0:
@@ -187,7 +187,7 @@ def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
         if pieces and at + size > bucket_bytes:
             buckets.append(Bucket(tuple(pieces), at))
             pieces, at = [], 0
-        pieces.append(Piece(note.name, dtype, tuple(note.shape), at, at + size))
+        pieces.append(TensorSpan(note.name, dtype, tuple(note.shape), at, at + size))
         at += -(-size // _ALIGN) * _ALIGN
     return [*buckets, Bucket(tuple(pieces), at)] if pieces else buckets
 

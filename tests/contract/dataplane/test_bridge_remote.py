@@ -16,7 +16,7 @@ from plane_rig import ROOMY
 
 from understudy.dataplane.base import Lease, Order
 from understudy.dataplane.transfer_queue.bridge import RemoteCall, RemoteResult, call_remote
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
 
@@ -57,7 +57,7 @@ class RemoteProcess:
             raise DataPlaneError(text[1:])
         result, written = msgspec.msgpack.decode(base64.b64decode(text))
         meta = msgspec.convert(result, BatchMeta) if isinstance(result, dict) else result
-        return RemoteResult(meta, tuple(msgspec.convert(one, dict[str, Written]) for one in written))
+        return RemoteResult(meta, tuple(msgspec.convert(one, dict[str, WrittenRow]) for one in written))
 
 
 def run(folder: Path, body: Any) -> None:

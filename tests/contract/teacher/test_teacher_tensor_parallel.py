@@ -12,7 +12,7 @@ from understudy.errors import TeacherError
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.protocol import request_of
 from understudy.teacher.replica.server import main
-from understudy.teacher.replica.tensor_parallel import Place, shard_layers
+from understudy.teacher.replica.tensor_parallel import ReplicaRank, shard_layers
 from understudy.teacher.scoring.model import load_frozen, weights_sha256
 from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
@@ -94,10 +94,10 @@ def test_the_other_process_ends_when_one_dies(tmp_path: Path, fork_server: Repli
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_frozen(str(write_model(tmp_path / "model"))).model
     with pytest.raises(TeacherError, match="num_attention_heads = 4 cannot be cut into 3 equal parts"):
-        shard_layers(model, Place(0, 3))
+        shard_layers(model, ReplicaRank(0, 3))
     uneven = write_model(tmp_path / "experts", "qwen3_moe", moe_intermediate_size=23)
     with pytest.raises(TeacherError, match="the experts' inner size 23 cannot be cut into 2 equal parts"):
-        shard_layers(load_frozen(str(uneven)).model, Place(0, 2))
+        shard_layers(load_frozen(str(uneven)).model, ReplicaRank(0, 2))
     assert main(["--name", "m", "--model", str(tmp_path / "model"), "--world-size", "2"]) == 2
     assert "needs --rendezvous" in capsys.readouterr().err
     assert main(["--name", "m", "--model", str(tmp_path / "model"), "--rank", "1"]) == 2

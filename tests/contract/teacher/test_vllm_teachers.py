@@ -27,7 +27,7 @@ from understudy.planning.seating import Seats, seat
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.discover import Backend, connect_external
-from understudy.teacher.manifest import Batching
+from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules
 from understudy.teacher.pool.launch import ReplicaSpec
@@ -62,7 +62,7 @@ def with_teacher(
         started, told = processes(folder / "logs", start_timeout=60), list[PoolEvent]()
         config = recipe.teachers["big"]
         seats = Seats(seat(recipe, 0), [])
-        launcher = VLLMTeachers(started, "big", config, Batching.BY_REQUEST, "token", seats, K)
+        launcher = VLLMTeachers(started, "big", config, RequestBatching.BY_REQUEST, "token", seats, K)
         rules = HealthRules(restarts=Restarts(most, first_wait_s=0.05, longest_wait_s=0.2))
         pool = TeacherPool(
             "big",
@@ -70,7 +70,7 @@ def with_teacher(
             launcher,
             options=PoolOptions(supervisor=SupervisorOptions(health=rules, watch_every=0.05)),
             connect=connect_external(
-                VOCAB, model="big", backend=Backend.VLLM, k=K, batching=Batching.BY_REQUEST
+                VOCAB, model="big", backend=Backend.VLLM, k=K, batching=RequestBatching.BY_REQUEST
             ),
             on_event=told.append,
         )
@@ -120,7 +120,7 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
         assert_enumerated(items, await pool.score(items))
         manifest = pool.manifest
         assert manifest.backend == "vllm" and manifest.limits.max_k == K
-        assert manifest.limits.max_length == 48 and manifest.batching is Batching.BY_REQUEST
+        assert manifest.limits.max_length == 48 and manifest.batching is RequestBatching.BY_REQUEST
         assert child_of(processes).ready["socket"], "reached by a socket that only this user can open"
 
     with_teacher(

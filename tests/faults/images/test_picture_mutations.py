@@ -35,7 +35,7 @@ MUTATIONS = {
         "        if is_vision(frozen.model):\n            # Packed",
         "        if False:\n            # Packed",
         f"{SHARING}::test_rows_of_one_request_are_scored_each_with_its_own_picture",
-        also=("teacher/scoring/body.py", "self.layout = layout\n", "self.layout = Layout.PACKED\n"),
+        also=("teacher/scoring/body.py", "self.layout = layout\n", "self.layout = ScoringLayout.PACKED\n"),
     ),
     "packed rows in training": Mutation(
         "policy/forward/forward.py",

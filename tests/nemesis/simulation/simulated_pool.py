@@ -23,7 +23,7 @@ from virtual_time import LoopClock, Stalled, run
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
-from understudy.teacher.clients.http import ReplicaTimeout, ServerFailed
+from understudy.teacher.clients.http import ReplicaTimeout, ScoringFailed
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool import supervisor
 from understudy.teacher.pool.health import HealthRules, ReplicaHealth, State
@@ -93,7 +93,7 @@ class Client:
         self._reach()
         if process.mode in ("fail", "lie"):
             world.bad.update([] if probe else [items[0].key])
-            raise ServerFailed("500") if process.mode == "fail" else TeacherReplyError("NaN")
+            raise ScoringFailed("500") if process.mode == "fail" else TeacherReplyError("NaN")
         self.probed_sound = probe and process.sound and process.version == world.version
         scores = [truth(process.weights, process.version, item) for item in items]
         if process.mode == "shift":
@@ -197,7 +197,7 @@ class World:
             version = self.version
             try:
                 scores = await self.pool.score(items)
-            except (TeacherReplyError, ServerFailed) as error:
+            except (TeacherReplyError, ScoringFailed) as error:
                 if self.bad[items[0].key] < self.options.max_bad_attempts:
                     self.problems.append(
                         f"request {number} failed after {self.bad[items[0].key]} bad replies: {error}"

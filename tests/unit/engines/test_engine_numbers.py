@@ -7,13 +7,15 @@ import torch
 from engine_models import engine_over, make_model, make_requests
 
 from understudy.engines.base import Sampling
-from understudy.engines.local.engine import Layout
+from understudy.engines.local.engine import CacheLayout
 from understudy.errors import EngineError
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", list(CacheLayout))
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_weights_that_are_no_numbers_are_told_by_the_first_answer(layout: Layout, temperature: float) -> None:
+def test_weights_that_are_no_numbers_are_told_by_the_first_answer(
+    layout: CacheLayout, temperature: float
+) -> None:
     model = make_model("qwen3-16")
     requests = make_requests(3, Sampling(4, temperature=temperature))
 

@@ -10,7 +10,7 @@ import torch
 from test_remote import Server, whole
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.replicas import Replica
+from understudy.engines.replicas import EngineReplica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
@@ -22,7 +22,7 @@ WEIGHTS = [("w", torch.zeros(2))]
 class Mended(RemoteEngine):
     """An engine whose servers are started again when they die."""
 
-    def _give_up(self, replica: Replica) -> bool:
+    def _give_up(self, replica: EngineReplica) -> bool:
         self.withdraw(replica.name)
         return True
 

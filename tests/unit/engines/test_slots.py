@@ -14,7 +14,7 @@ from engine_models import EOS, engine_over, make_model, make_requests
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local import slots
-from understudy.engines.local.engine import Layout
+from understudy.engines.local.engine import CacheLayout
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels.attention import kernel_fits, slot_attention, slot_attention_plain
 from understudy.engines.local.kernels.rms_norm import rms_norm
@@ -41,9 +41,11 @@ def run(model: Any, requests: list[GenerateRequest], **settings: Any) -> list[Ge
 def test_slots_write_what_padding_writes(device: str, max_batch: int) -> None:
     model = make_model("qwen3-16")
     requests = make_requests(16, Sampling(20, (EOS,)))
-    padded = run(make_model("qwen3-16"), requests, layout=Layout.PADDED)
+    padded = run(make_model("qwen3-16"), requests, layout=CacheLayout.PADDED)
     for a, b in zip(
-        padded, run(model, requests, layout=Layout.SLOTS, device=device, max_batch=max_batch), strict=True
+        padded,
+        run(model, requests, layout=CacheLayout.SLOTS, device=device, max_batch=max_batch),
+        strict=True,
     ):
         assert a.tokens.tolist() == b.tokens.tolist() and a.stop_reason is b.stop_reason
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4 if device == "cuda" else 2e-5)
@@ -58,7 +60,7 @@ def test_a_step_queued_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch, ba
         *make_requests(6, Sampling(7), seed=4),
         *make_requests(1, Sampling(1), seed=5),
     ]
-    settings = {"layout": Layout.SLOTS, "max_batch": 5, "batching": batching}
+    settings = {"layout": CacheLayout.SLOTS, "max_batch": 5, "batching": batching}
     plain = run(make_model("qwen3-16"), requests, **settings)
     monkeypatch.setattr(slots, "RUN_AHEAD", {"cpu"})
     ahead = run(make_model("qwen3-16"), requests, **settings)
@@ -73,7 +75,7 @@ def test_slots_are_given_back_and_used_again() -> None:
     requests = make_requests(9, Sampling(6, (EOS,)))
 
     async def body() -> None:
-        async with engine_over(model, layout=Layout.SLOTS, max_batch=4) as engine:
+        async with engine_over(model, layout=CacheLayout.SLOTS, max_batch=4) as engine:
             first = [g.tokens.tolist() for g in await engine.generate(requests)]
             for _ in range(3):
                 task = asyncio.create_task(engine.generate(make_requests(4, Sampling(100), seed=5)))
@@ -163,7 +165,9 @@ def test_a_live_update_refills_the_slots() -> None:
     requests = make_requests(4, Sampling(100))
 
     async def body() -> None:
-        async with engine_over(make_model("qwen3-16"), layout=Layout.SLOTS, max_batch=4, version=0) as engine:
+        async with engine_over(
+            make_model("qwen3-16"), layout=CacheLayout.SLOTS, max_batch=4, version=0
+        ) as engine:
             task = asyncio.create_task(engine.generate(requests))
             await asyncio.sleep(0.1)
             await engine.update_weights(1, new.named_parameters())
@@ -262,7 +266,7 @@ def test_rows_written_with_eight_bits_are_nearly_the_model_s(device: str) -> Non
     """The log-probability an engine gives for what it wrote, beside the model's own for the same tokens: near, not equal."""
     requests = make_requests(16, Sampling(20, (EOS,)))
     model = make_model("qwen3-16")
-    written = run(model, requests, layout=Layout.SLOTS, device=device, kept_as=KeptAs.FP8)
+    written = run(model, requests, layout=CacheLayout.SLOTS, device=device, kept_as=KeptAs.FP8)
     off = []
     for request, generation in zip(requests, written, strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -280,7 +284,7 @@ def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
     ):
         run(make_model("qwen3-16"), make_requests(1, Sampling(2)), kept_as=KeptAs.FP8)
     with pytest.raises(EngineError, match="cannot keep keys and values in fp8"):
-        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=Layout.SLOTS, kept_as=KeptAs.FP8)
+        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=CacheLayout.SLOTS, kept_as=KeptAs.FP8)
 
 
 @pytest.mark.skipif(
@@ -353,4 +357,4 @@ def test_only_models_with_plain_attention_get_slots() -> None:
     assert "qwen3" in MODEL_TYPES and "gemma3_text" not in MODEL_TYPES
     assert not kernel_fits(4, 2, 24) and not kernel_fits(6, 4, 64)
     with pytest.raises(EngineError, match="cannot be decoded over slots"):
-        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=Layout.SLOTS)
+        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=CacheLayout.SLOTS)

@@ -10,7 +10,7 @@ import torch
 from engine_models import EOS, VOCAB, engine_over, make_model, make_requests
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.local.engine import Layout
+from understudy.engines.local.engine import CacheLayout
 from understudy.engines.servers.dialects import DIALECTS, PieceRequest
 from understudy.serving.frames import Decoder, encode
 from understudy.types.usable_ids import UsableIds
@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(model: Any, requests: list[GenerateRequest], layout: Layout) -> list[Generation]:
+def written(model: Any, requests: list[GenerateRequest], layout: CacheLayout) -> list[Generation]:
     async def run() -> list[Generation]:
         async with engine_over(model, layout=layout) as engine:
             return await engine.generate(requests)
@@ -31,9 +31,9 @@ def written(model: Any, requests: list[GenerateRequest], layout: Layout) -> list
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.SLOTS])
+@pytest.mark.parametrize("layout", [CacheLayout.PADDED, CacheLayout.SLOTS])
 @pytest.mark.parametrize("kind", list(SETTINGS))
-def test_it_writes_as_a_model_without_those_rows(kind: str, layout: Layout) -> None:
+def test_it_writes_as_a_model_without_those_rows(kind: str, layout: CacheLayout) -> None:
     whole = make_model("qwen3-16")
     cut = copy.deepcopy(whole)
     cut.resize_token_embeddings(LIMIT)
@@ -57,7 +57,7 @@ def test_holes_and_limits_of_single_rows_count() -> None:
         GenerateRequest(f"row-{i}", np.array([3, 5, 7], np.int32), Sampling(12, usable=one), seed=7)
         for i, one in enumerate([*usable] * 3)
     ]
-    for request, got in zip(requests, written(model, requests, Layout.PADDED), strict=True):
+    for request, got in zip(requests, written(model, requests, CacheLayout.PADDED), strict=True):
         one = request.sampling.usable
         ids = torch.tensor([*request.tokens, *got.tokens])[None].long()
         with torch.no_grad():

@@ -17,7 +17,7 @@ from vision_models import folder_of, picture, reader_of
 from understudy.engines.base import Generation, Sampling
 from understudy.media.store import MediaStore
 from understudy.rollout.agents.agent import LoopContext
-from understudy.rollout.workers.sessions import Session
+from understudy.rollout.workers.sessions import WorkerSession
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
@@ -33,7 +33,7 @@ def test_a_session_that_begins_again_asks_anew_for_other_pictures() -> None:
 
     async def run() -> None:
         context = LoopContext(generate, None, Sampling(4), "k", 0, 64)  # type: ignore[arg-type]
-        session = Session(Prompt("k", 0, 0, ""), context)
+        session = WorkerSession(Prompt("k", 0, 0, ""), context)
         tokens, sampling = np.arange(5, dtype=np.int32), Sampling(4)
         red, blue = ("a" * 64,), ("b" * 64,)
         first = session.generation(tokens, sampling, 0, red)

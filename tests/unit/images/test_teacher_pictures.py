@@ -30,7 +30,7 @@ from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import connect_native
 from understudy.teacher.protocol import decode_request, encode_request, request_of
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.probe import PROBE_PICTURE, ProbePicture, probe_items
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
@@ -102,7 +102,7 @@ def test_scores_equal_plain_transformers(family: str, tmp_path: Path) -> None:
 def test_packed_scoring_is_refused(tmp_path: Path) -> None:
     frozen = load_frozen(str(folder_of("qwen3_vl")))
     with pytest.raises(TeacherError, match="reads pictures and scores padded rows"):
-        Scorer("t", frozen, ScorerOptions(layout=Layout.PACKED))
+        Scorer("t", frozen, ScorerOptions(layout=ScoringLayout.PACKED))
 
 
 @pytest.fixture(scope="module")

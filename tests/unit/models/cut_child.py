@@ -11,7 +11,7 @@ from families import FAMILIES, VOCAB, make
 from plain_figures import plain_logprobs, rows_of
 
 from understudy.errors import TeacherError
-from understudy.teacher.replica.tensor_parallel import Place, shard_layers
+from understudy.teacher.replica.tensor_parallel import ReplicaRank, shard_layers
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -24,7 +24,7 @@ for name in FAMILIES:
     (row,) = rows_of((20,), VOCAB)
     whole = plain_logprobs(model, row)
     try:
-        shard_layers(model, Place(rank, 2))
+        shard_layers(model, ReplicaRank(rank, 2))
     except TeacherError as error:
         found[name] = str(error)
         continue

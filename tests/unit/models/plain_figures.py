@@ -16,7 +16,7 @@ from understudy.policy.forward.head import logits_of
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.types.batch import Batch
@@ -40,7 +40,9 @@ def plain_logprobs(model: Any, row: np.ndarray) -> np.ndarray:
     return np.asarray(model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1))
 
 
-def scored(model: Any, rows: Sequence[np.ndarray], layout: Layout = Layout.AUTO) -> list[np.ndarray]:
+def scored(
+    model: Any, rows: Sequence[np.ndarray], layout: ScoringLayout = ScoringLayout.AUTO
+) -> list[np.ndarray]:
     """Every row's log-probabilities as a teacher of this model gives them, all rows in one request."""
     config = model.config.get_text_config()
     held = getattr(config, "max_position_embeddings", 1 << 20)
@@ -56,7 +58,7 @@ def scored(model: Any, rows: Sequence[np.ndarray], layout: Layout = Layout.AUTO)
     return [scores.sampled_logprobs for scores in scorer.score(request_of(items)).split()]
 
 
-def score_error(model: Any, rows: Sequence[np.ndarray], layout: Layout = Layout.AUTO) -> float:
+def score_error(model: Any, rows: Sequence[np.ndarray], layout: ScoringLayout = ScoringLayout.AUTO) -> float:
     """The largest difference, in nats."""
     gaps = []
     for row, found in zip(rows, scored(model, rows, layout), strict=True):

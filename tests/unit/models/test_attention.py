@@ -14,8 +14,8 @@ from understudy.assembly.critic import critic_of, reference_of
 from understudy.assembly.engine_processes import HostSettings
 from understudy.config import parse_recipe
 from understudy.engines.hosted.process import parse_args as engine_words
+from understudy.engines.local.engine import CacheLayout as EngineLayout
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.local.engine import Layout as EngineLayout
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
 from understudy.planning.models.config_checks import models_load

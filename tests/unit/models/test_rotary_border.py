@@ -13,9 +13,9 @@ from understudy.engines.local.engine import HFEngine
 from understudy.errors import EngineError
 from understudy.nn.rotary_border import rotary_border
 from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel as FrozenPolicy
+from understudy.policy.reference import ReferenceModel as FrozenPolicy
 from understudy.policy.step import PolicySettings
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 
 VOCAB, BORDER = 40, 24
 LENGTHS = (5, 60, BORDER, 40, BORDER + 1, 13, BORDER - 1)
@@ -43,8 +43,8 @@ def longrope() -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
-def test_a_row_is_scored_as_if_it_were_alone(longrope: Any, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
+def test_a_row_is_scored_as_if_it_were_alone(longrope: Any, layout: ScoringLayout) -> None:
     """Also where rows on both sides of the border begin alike, and where only the last token, which is not read, lies beyond."""
     rows = rows_of(LENGTHS, VOCAB, shared=12)
     assert score_error(longrope, rows, layout) < 2e-5

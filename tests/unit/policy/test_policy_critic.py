@@ -8,7 +8,7 @@ from small_student import gemma2, llama, qwen3, settings, varied_batch
 
 from understudy.policy.critic import give_value_head, token_values
 from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel
+from understudy.policy.reference import ReferenceModel
 
 
 @pytest.mark.parametrize("make", [qwen3, llama, gemma2])
@@ -40,7 +40,7 @@ def test_a_tied_embedding_is_left_alone() -> None:
 def test_a_frozen_twin_agrees_to_the_bit() -> None:
     """Equal weights must give a KL of exactly 0, or the leash would pull from the first step."""
     batch = varied_batch()
-    frozen = FrozenModel(qwen3())
+    frozen = ReferenceModel(qwen3())
     own = Policy(qwen3(), settings()).logprobs(batch, 50)
     assert torch.equal(frozen.logprobs(batch, 50).values, own.values)
     assert not any(parameter.requires_grad for parameter in frozen.model.parameters())

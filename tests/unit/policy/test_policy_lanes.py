@@ -16,7 +16,7 @@ from understudy.policy.cpu.lanes import CpuLanes, balanced
 from understudy.policy.forward.forward import sampled_logprobs
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel
+from understudy.policy.reference import ReferenceModel
 from understudy.types.batch import Batch
 
 
@@ -89,7 +89,7 @@ def test_lanes_are_threads_and_old_logprobs_equal_the_update() -> None:
     policy = Policy(qwen3(), settings(lanes=3))
     names, barrier = set(), threading.Barrier(3, timeout=20)
     old = policy.logprobs(batch)
-    assert torch.equal(FrozenModel(qwen3(), lanes=3).logprobs(batch).values, old.values)
+    assert torch.equal(ReferenceModel(qwen3(), lanes=3).logprobs(batch).values, old.values)
 
     def objective(head, inputs):
         names.add(threading.current_thread().name)

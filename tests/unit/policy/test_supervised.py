@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from understudy.policy.supervised import IGNORED, Encoded, Schedule, pad_rows, train
+from understudy.policy.supervised import IGNORED, Encoded, SupervisedSchedule, pad_rows, train
 
 PAD = 0
 
@@ -35,7 +35,9 @@ def test_the_loss_is_the_mean_over_trained_tokens_and_falls() -> None:
         logprobs = model(input_ids=encoded.tokens_BT).logits.log_softmax(-1)
     before = -torch.stack([logprobs[:, 1].gather(1, encoded.tokens_BT[:, 2:3]), logprobs[:, 2, 2:3]]).mean()
     taken = train(
-        model, {"all": encoded}, Schedule(60, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=5)
+        model,
+        {"all": encoded},
+        SupervisedSchedule(60, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=5),
     )
     assert taken == 60 and not model.training
     predicted = model(input_ids=encoded.tokens_BT).logits.argmax(-1)
@@ -49,13 +51,13 @@ def test_it_ends_early_when_told_to() -> None:
         seen.append(step)
         return step < 3
 
-    assert train(tiny(), {"all": examples()}, Schedule(50, {"all": 4}, seed=1), goes_on) == 3
+    assert train(tiny(), {"all": examples()}, SupervisedSchedule(50, {"all": 4}, seed=1), goes_on) == 3
     assert seen == [1, 2, 3]
 
 
 def test_a_step_in_pieces_is_the_same_step() -> None:
     whole, pieces = tiny(), tiny()
-    schedule = Schedule(3, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=1)
+    schedule = SupervisedSchedule(3, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=1)
     train(whole, {"all": examples()}, schedule)
     train(pieces, {"all": examples()}, schedule, rows_at_once=5)
     for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
@@ -63,7 +65,7 @@ def test_a_step_in_pieces_is_the_same_step() -> None:
 
 
 def test_rates() -> None:
-    falling = Schedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10)
-    flat = Schedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10, decay="none")
+    falling = SupervisedSchedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10)
+    flat = SupervisedSchedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10, decay="none")
     assert falling.rate(0) == 0.1 and falling.rate(99) < 0.011 and falling.rate(50) == 0.5
     assert flat.rate(0) == 0.1 and flat.rate(50) == flat.rate(99) == 1.0

@@ -14,7 +14,7 @@ from supervise import supervise, train_tower
 
 from shapes import Row, Shape, png
 from understudy.media.processor import PictureProcessor
-from understudy.policy.supervised import Schedule
+from understudy.policy.supervised import SupervisedSchedule
 
 SCENES = [(Shape("circle", colour, (0, 0), (8, 8), 5),) for colour in ("red", "blue")]
 ROWS = [
@@ -58,7 +58,9 @@ def test_a_saved_model_is_the_trained_one_and_reads_pictures(language: Path, tmp
         tower["modality_projection.proj.weight"], teacher.model.connector.modality_projection.proj.weight
     )
     before = {name: one.clone() for name, one in teacher.named_parameters()}
-    supervise(teacher, chat, ROWS, Schedule(1, {"all": 2}, seed=1, learning_rate=3e-3, warmup_steps=1))
+    supervise(
+        teacher, chat, ROWS, SupervisedSchedule(1, {"all": 2}, seed=1, learning_rate=3e-3, warmup_steps=1)
+    )
     moved = {name for name, one in teacher.named_parameters() if not torch.equal(before[name], one)}
     assert moved and all("text_model" in name or "lm_head" in name for name in moved)
     save_model(teacher, chat, tmp_path)

@@ -124,9 +124,11 @@ def test_a_worker_gets_generations_and_returns_trajectories_of_any_metric() -> N
         assert message.generation.stop_reason is StopReason.LENGTH
         assert message.generation.candidate_ids.tolist() == generation.candidate_ids.tolist()  # type: ignore[union-attr]
         message.generation.logprobs[0] = 1.0  # agent loops may write into their arrays
-        reader.feed_data(workers.frame(workers.Generate(1, 2, generation.tokens, sampling, 0)))
+        reader.feed_data(workers.frame(workers.GenerateCall(1, 2, generation.tokens, sampling, 0)))
         asked = await workers.read_from_worker(reader)
-        assert asked is not None and isinstance(asked[0], workers.Generate) and asked[0].sampling == sampling
+        assert (
+            asked is not None and isinstance(asked[0], workers.GenerateCall) and asked[0].sampling == sampling
+        )
         frame = workers.frame(workers.Done(1, [workers.pack_output(trajectory)]))
         reader.feed_data(frame)
         done, size = await workers.read_from_worker(reader) or (None, 0)

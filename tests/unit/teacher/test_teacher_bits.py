@@ -12,7 +12,7 @@ from understudy.config import parse_recipe
 from understudy.errors import ConfigError, TeacherError
 from understudy.planning.models.folder import ModelFolder
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.quantize import Bits, Fp8Linear, Int8Linear, _to_fp8, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
@@ -27,8 +27,8 @@ def plain(model: torch.nn.Module, row: np.ndarray) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED, Layout.AUTO])
-def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED, ScoringLayout.AUTO])
+def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, layout: ScoringLayout) -> None:
     frozen = load_frozen(str(qwen3))
     twin = copy.deepcopy(frozen.model)
     small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)

@@ -10,12 +10,12 @@ from teacher_rig import random_items
 from test_teacher_pool import MANIFEST, OPTIONS, Rig, Scripted, answer, failing, running, settle
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.manifest import Batching
+from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.cache import ScoreCache, item_digest
 from understudy.teacher.pool.events import EventKind
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
-BY_ARRIVAL = msgspec.structs.replace(MANIFEST, batching=Batching.BY_ARRIVAL)
+BY_ARRIVAL = msgspec.structs.replace(MANIFEST, batching=RequestBatching.BY_ARRIVAL)
 
 
 def test_the_key_is_what_scores_depend_on_and_nothing_else() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from understudy.errors import TeacherUnavailable
-from understudy.teacher.clients.http import Channel
+from understudy.teacher.clients.http import TeacherChannel
 
 
 class Searches:
@@ -26,7 +26,7 @@ def test_requests_search_for_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = Searches()
 
     async def ask() -> None:
-        channel = Channel("http://127.0.0.1:1", None, "teacher", "r0", connect_timeout=2.0)
+        channel = TeacherChannel("http://127.0.0.1:1", None, "teacher", "r0", connect_timeout=2.0)
         with pytest.raises(TeacherUnavailable):
             await channel.get("/manifest")
         monkeypatch.setattr(sys, "meta_path", [searches, *sys.meta_path])
@@ -49,7 +49,7 @@ def test_a_replica_that_has_left_is_unavailable_to_whoever_still_asks() -> None:
 
         server = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        channel = Channel(f"http://127.0.0.1:{port}", None, "teacher", "r0", max_connections=1)
+        channel = TeacherChannel(f"http://127.0.0.1:{port}", None, "teacher", "r0", max_connections=1)
         under_way, in_line = (asyncio.create_task(channel.get("/manifest")) for _ in range(2))
         await asyncio.sleep(0.1)
         await channel.close()

@@ -75,7 +75,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_no_lengths_of_later_requests_make_it_compile_again(tmp_path: Path, graphs: list[Any]) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "model")))
-    scorer = Scorer("t", frozen, ScorerOptions(max_batch_tokens=512, layout=body.Layout.PACKED))
+    scorer = Scorer("t", frozen, ScorerOptions(max_batch_tokens=512, layout=body.ScoringLayout.PACKED))
     scorer.body.compile_layers()
     scorer._rehearse()
     first = len(graphs)

@@ -19,7 +19,7 @@ from understudy.serving.bind import StartError
 from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.teacher.replica.assemble import build_worker
 from understudy.teacher.replica.server import check_place, parse_args
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, weights_sha256
 from understudy.teacher.scoring.offload import Offload, offloaded
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions, plain_logprobs
@@ -33,7 +33,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "deep", "qwen3", num_hidden_layers=LAYERS)
 
 
-def scores(frozen: FrozenModel, layout: Layout = Layout.PADDED) -> ScoreReply:
+def scores(frozen: FrozenModel, layout: ScoringLayout = ScoringLayout.PADDED) -> ScoreReply:
     """By transformers' own forward: the lean one for CPUs computes in another order, and no model with hooks takes it."""
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout, max_batch_tokens=64))
     scorer.body.lean_forward = lambda longest: None  # type: ignore[method-assign]
@@ -48,9 +48,9 @@ def assert_same_bits(one: ScoreReply, other: ScoreReply) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["1", "2", "3", "all"])
-@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
+@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_are_equal_to_the_bit(deep: Path, wanted: str, layout: Layout, dtype: str) -> None:
+def test_scores_are_equal_to_the_bit(deep: Path, wanted: str, layout: ScoringLayout, dtype: str) -> None:
     whole = load_frozen(str(deep), dtype=dtype)
     moved = offloaded(load_frozen(str(deep), dtype=dtype), wanted, "cpu")
     assert weights_sha256(moved.model) == weights_sha256(whole.model)

@@ -16,7 +16,7 @@ from teacher_rig import random_items
 from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool import canary
 from understudy.teacher.pool.events import EventKind, PoolEvent
@@ -236,7 +236,7 @@ def test_a_refusal_is_the_requests_fault_and_not_retried() -> None:
     running(test, Rig())
 
 
-@pytest.mark.parametrize("error", [LIE, ServerFailed("503 out of memory")])
+@pytest.mark.parametrize("error", [LIE, ScoringFailed("503 out of memory")])
 def test_a_request_that_spoils_every_reply_is_raised_not_retried_forever(error: TeacherError) -> None:
     async def test(rig: Rig) -> None:
         for replica in rig.replicas.values():

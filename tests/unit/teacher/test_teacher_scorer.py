@@ -28,7 +28,7 @@ from understudy.nn import grouped_attention
 from understudy.teacher.head_frame import decode_head, encode_head
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring import packing
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.head import Head, from_wire, head_of, score_rows, to_wire
 from understudy.teacher.scoring.model import load_frozen, weights_sha256
 from understudy.teacher.scoring.packing import pack, padded_plan
@@ -113,10 +113,10 @@ def samples_of_prompts(signal: Signal = Signal.TOPK, k: int = 6) -> list[ScoreIt
 
 
 @pytest.mark.parametrize("budget", [16384, 64, 1])
-@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
+@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_scores_equal_a_plain_forward(
-    family: str, layout: Layout, budget: int, request: pytest.FixtureRequest
+    family: str, layout: ScoringLayout, budget: int, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(family)
     scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=layout))
@@ -129,7 +129,7 @@ def test_a_shared_prompt_is_read_once(qwen3: Path) -> None:
     read = []
     for share in (False, True):
         scorer = Scorer(
-            "t", load_frozen(str(qwen3)), ScorerOptions(layout=Layout.PACKED, share_prefixes=share)
+            "t", load_frozen(str(qwen3)), ScorerOptions(layout=ScoringLayout.PACKED, share_prefixes=share)
         )
         scorer.frozen.body.register_forward_pre_hook(
             lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -144,7 +144,7 @@ def test_sliding_windows_are_kept_when_packing(tmp_path: Path) -> None:
     folder = write_model(
         tmp_path / "sliding", use_sliding_window=True, sliding_window=4, max_window_layers=1, seed=5
     )
-    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(layout=Layout.PACKED))
+    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(layout=ScoringLayout.PACKED))
     assert "sliding_attention" in scorer.frozen.config.layer_types
     scorer.warm_up()
     items = samples_of_prompts()
@@ -156,8 +156,8 @@ def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) 
     FAMILIES["softcap"]().save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
     scorer.warm_up()
-    assert scorer.body.layout is Layout.PADDED
-    insisting = Scorer("t", load_frozen(str(tmp_path)), ScorerOptions(layout=Layout.PACKED))
+    assert scorer.body.layout is ScoringLayout.PADDED
+    insisting = Scorer("t", load_frozen(str(tmp_path)), ScorerOptions(layout=ScoringLayout.PACKED))
     with pytest.raises(TeacherError, match="cannot be scored packed"):
         insisting.warm_up()
 
@@ -348,7 +348,7 @@ def test_sequences_rounded_up_in_groups_score_the_same(
     monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", 2.0)
     folder = request.getfixturevalue(family)
     scorer = Scorer(
-        "t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=Layout.PACKED)
+        "t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=ScoringLayout.PACKED)
     )
     scorer.body._groups = True
     grouped: list[int] = []

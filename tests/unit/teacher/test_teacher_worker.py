@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from teacher_rig import random_items
 
-from understudy.teacher.manifest import Batching
+from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.replica.scoring_queue import ScoringWorker, divided, merged
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions
 from understudy.types.scores import Signal
@@ -42,8 +42,8 @@ def test_merged_requests_come_apart_again(scorer: Scorer) -> None:
         assert_equal(own, part, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [Layout.AUTO, Layout.PADDED, Layout.PACKED])
-def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [ScoringLayout.AUTO, ScoringLayout.PADDED, ScoringLayout.PACKED])
+def test_lanes_score_side_by_side(qwen3: Path, layout: ScoringLayout) -> None:
     """Three requests are in the model at once, and each reply has the bits it has alone."""
     barrier = threading.Barrier(3, timeout=30)
 
@@ -55,7 +55,7 @@ def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
 
     scorer = WaitingScorer("t", load_frozen(str(qwen3)), ScorerOptions(layout=layout))
     alone = [scorer.score(request) for request in requests()]
-    worker = ScoringWorker(scorer, Batching.BY_REQUEST, lanes=3)
+    worker = ScoringWorker(scorer, RequestBatching.BY_REQUEST, lanes=3)
     worker.start()
     for _ in range(4):
         futures = [worker.submit(request) for request in requests()]
@@ -67,19 +67,21 @@ def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
     assert worker.counts.requests == 24 and worker.counts.waiting_requests == 0
 
 
-@pytest.mark.parametrize("batching", Batching)
-def test_requests_waiting_together_each_get_their_own_reply(scorer: Scorer, batching: Batching) -> None:
+@pytest.mark.parametrize("batching", RequestBatching)
+def test_requests_waiting_together_each_get_their_own_reply(
+    scorer: Scorer, batching: RequestBatching
+) -> None:
     worker = ScoringWorker(scorer, batching)
     futures = [worker.submit(request) for request in requests()]  # queued before the thread starts
     assert worker.counts.waiting_requests == 6
     worker.start()
     for request, future in zip(requests(), futures, strict=True):
-        atol = 0.0 if batching is Batching.BY_REQUEST else 1e-5
+        atol = 0.0 if batching is RequestBatching.BY_REQUEST else 1e-5
         assert_equal(scorer.score(request), future.result(60), atol)
     worker.stop()
     counts = worker.counts
     assert counts.requests == 6 and counts.waiting_requests == counts.waiting_tokens == 0
-    assert counts.batches == (6 if batching is Batching.BY_REQUEST else 1)
+    assert counts.batches == (6 if batching is RequestBatching.BY_REQUEST else 1)
     assert counts.sequences == 18 and counts.busy_seconds > 0
 
 
@@ -92,8 +94,8 @@ class Fragile(Scorer):
         return super().begin(request)
 
 
-@pytest.mark.parametrize("batching", Batching)
-def test_one_bad_request_fails_alone(qwen3: Path, batching: Batching) -> None:
+@pytest.mark.parametrize("batching", RequestBatching)
+def test_one_bad_request_fails_alone(qwen3: Path, batching: RequestBatching) -> None:
     fragile = Fragile("t", load_frozen(str(qwen3)))
     worker = ScoringWorker(fragile, batching)
     asked = requests()[:3]
@@ -110,7 +112,7 @@ def test_one_bad_request_fails_alone(qwen3: Path, batching: Batching) -> None:
 
 
 def test_a_request_whose_caller_left_is_not_scored(scorer: Scorer) -> None:
-    worker = ScoringWorker(scorer, Batching.BY_REQUEST)
+    worker = ScoringWorker(scorer, RequestBatching.BY_REQUEST)
     futures = [worker.submit(request) for request in requests()[:3]]
     assert futures[1].cancel()
     worker.start()

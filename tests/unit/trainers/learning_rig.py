@@ -15,7 +15,7 @@ from understudy.observability.live import LiveView
 from understudy.planning.resolved import resolve
 from understudy.policy.critic import give_value_head
 from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel
+from understudy.policy.reference import ReferenceModel
 from understudy.trainers.critic.local import Critic
 from understudy.trainers.system import MicroBatches, Tally
 from understudy.types.batch import Batch
@@ -96,7 +96,7 @@ def learner_of(recipe: Recipe, seed: int = 0) -> Any:
         objective=objective_of(recipe.loss),
         teacher_heads={},
         critic=critic,
-        reference=FrozenModel(model(seed + 2)) if recipe.loss.kl_coef else None,
+        reference=ReferenceModel(model(seed + 2)) if recipe.loss.kl_coef else None,
         micro_batches=MicroBatches(recipe.trainer.micro_batch_tokens),
         state=SimpleNamespace(tally=Tally(), view=LiveView(0, enabled=False)),
     )

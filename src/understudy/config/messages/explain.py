@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from understudy.config.base import nearest
-from understudy.config.messages.keys import Kind, described, kind_of, one_of, walk
+from understudy.config.messages.keys import KeyType, described, kind_of, one_of, walk
 from understudy.config.messages.synonyms import OFF, VALUES
 from understudy.config.messages.unknown_keys import unknown_key
 
@@ -50,7 +50,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Finding]:
 
 
 def _lines(
-    entry: Mapping[str, Any], place: list[str], kind: Kind | None, model: type[BaseModel]
+    entry: Mapping[str, Any], place: list[str], kind: KeyType | None, model: type[BaseModel]
 ) -> Iterator[str]:
     where = re.sub(r"\.(\d+)\b", r"[\1]", ".".join(place))
     error, came = entry["type"], entry.get("input")
@@ -82,7 +82,7 @@ def _came(value: Any) -> str:
     return f" = {text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'}"
 
 
-def _hint(kind: Kind, where: str, came: Any) -> str:
+def _hint(kind: KeyType, where: str, came: Any) -> str:
     """The value that the user most likely meant, if it can be guessed."""
     if kind.items is not None and not isinstance(came, list | dict):
         item = kind_of(kind.items)

@@ -18,7 +18,7 @@ NAME = "NAME"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KeyType:
     """An annotation without `Annotated` and `None`: its arms (more than one for a union), and the bounds of a number."""
 
     arms: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Kind:
         return next((typing.get_args(arm) for arm in self.arms if typing.get_origin(arm) is Literal), ())
 
 
-def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> Kind:
+def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> KeyType:
     if isinstance(annotation, FieldInfo):
         return kind_of(annotation.annotation, annotation.metadata)
     origin = typing.get_origin(annotation)
@@ -55,10 +55,10 @@ def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> Kind:
         return kind_of(inner, [*metadata, *found])
     if origin in (typing.Union, types.UnionType):
         kinds = [kind_of(arm, metadata) for arm in typing.get_args(annotation) if arm is not type(None)]
-        return Kind(
+        return KeyType(
             tuple(arm for kind in kinds for arm in kind.arms), tuple(b for kind in kinds for b in kind.bounds)
         )
-    return Kind((annotation,), tuple(metadata))
+    return KeyType((annotation,), tuple(metadata))
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -74,13 +74,13 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield f"{prefix}{name}", field
 
 
-def walk(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[int | str], Kind | None]:
+def walk(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[int | str], KeyType | None]:
     """The recipe path that a pydantic location means, and the kind of value that belongs there.
 
     Inside a union the location names the arm that was tried ("list[str]"); the walk ends there.
     """
     found: list[int | str] = []
-    kind: Kind | None = Kind((model,))
+    kind: KeyType | None = KeyType((model,))
     for part in place:
         if kind is None or len(kind.arms) > 1 or part == "[key]":
             break
@@ -98,12 +98,12 @@ def walk(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[int |
 _PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 
 
-def described(kind: Kind, where: str) -> str:
+def described(kind: KeyType, where: str) -> str:
     """What a value of this kind looks like, as a user would write it at `where`."""
-    return " or ".join(_described(Kind((arm,), kind.bounds), where) for arm in kind.arms)
+    return " or ".join(_described(KeyType((arm,), kind.bounds), where) for arm in kind.arms)
 
 
-def _described(kind: Kind, where: str) -> str:
+def _described(kind: KeyType, where: str) -> str:
     (arm,) = kind.arms
     if kind.choices:
         return one_of(kind.choices)

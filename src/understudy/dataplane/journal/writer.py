@@ -16,7 +16,7 @@ import msgspec
 from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.journal import schema
 from understudy.dataplane.journal.spill import SpillFiles
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import StoredRow
 from understudy.errors import DataPlaneError
 from understudy.observability.faults import point
 
@@ -53,7 +53,7 @@ class Changes:
     )
 
     def __init__(self) -> None:
-        self.dirty: dict[int, Row] = {}
+        self.dirty: dict[int, StoredRow] = {}
         """Rows whose `rows` entry changed; written with their values at the hand-over."""
         self.lines: list[Any] = []
         """Values of `rows` entries as one flat list."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from understudy.dataplane.base import Count, Lease, Order, RowStatus, Where
 from understudy.dataplane.memory.in_order import InOrder
-from understudy.dataplane.memory.rows import Row, SortKey, Unit
+from understudy.dataplane.memory.rows import SortKey, StoredRow, Unit
 from understudy.errors import DataPlaneError
 
 
@@ -62,7 +62,7 @@ class ViewSpec:
             ) from None
         return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, step, order)
 
-    def accepts(self, row: Row) -> bool:
+    def accepts(self, row: StoredRow) -> bool:
         """Whether this row can be claimed now."""
         if row.lease is not None or row.status is not self.status or row.gone:
             return False
@@ -77,7 +77,7 @@ class ViewSpec:
                 return False
         return not self.where or all(row.tags.get(tag) in wanted for tag, wanted in self.where)
 
-    def awaits(self, row: Row) -> bool:
+    def awaits(self, row: StoredRow) -> bool:
         """Whether the row can still become claimable without a lease being released. Claims in key order wait
         for it."""
         if row.gone or (row.lease is not None and row.status is not RowStatus.RUNNING):
@@ -159,7 +159,7 @@ class View:
     def _refresh(self, unit: Unit) -> None:
         """Recompute whether this unit is ready, and update its entry."""
         accepts = self.spec.accepts
-        if isinstance(unit, Row):
+        if isinstance(unit, StoredRow):
             if accepts(unit):
                 if unit not in self._ready:
                     self._ready[unit] = 1
@@ -199,7 +199,7 @@ class View:
         if entries > 64 and entries > 2 * len(self._members):
             self._order = InOrder(self._members.values())
 
-    def _place_row(self, row: Row) -> None:
+    def _place_row(self, row: StoredRow) -> None:
         """`_place` for a row that has no entry yet."""
         entry = (row.sort if self._by_key else row.arrival, row.id, row)
         self._members[row] = entry
@@ -211,7 +211,7 @@ class View:
         """Insert the unit's entry. A group's sort value changes when it loses a session; then a new entry
         replaces it."""
         before = self._members.get(unit)
-        if isinstance(unit, Row):
+        if isinstance(unit, StoredRow):
             if before is None:
                 self._place_row(unit)
             return
@@ -226,7 +226,7 @@ class View:
         self._members[entry[2]] = entry
         self._order.push(entry)
 
-    def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
+    def take(self, n: int, at_least: int, count: Count) -> list[StoredRow] | None:
         """Remove and return the first rows in order, whole groups only; None when there are too few. The
         caller leases them."""
         if self.ready(count) < at_least:
@@ -282,13 +282,13 @@ class View:
         if self._blocker is not None and unit.sort < self._blocker.sort:
             self._blocker = None
 
-    def _take_single(self) -> Row | None:
+    def _take_single(self) -> StoredRow | None:
         """Take the first unit if it is a ready row without a group; otherwise change nothing."""
         entry = self._first()
         if entry is None:
             return None
         row = entry[2]
-        if not isinstance(row, Row) or self._ready.pop(row, None) is None:
+        if not isinstance(row, StoredRow) or self._ready.pop(row, None) is None:
             return None
         self._order.take_out(entry)
         del self._members[row]
@@ -301,16 +301,16 @@ class View:
             self._order.take_out(entry)
         return entry
 
-    def _hand_out(self, units: list[Unit]) -> list[Row]:
-        rows: list[Row] = []
+    def _hand_out(self, units: list[Unit]) -> list[StoredRow]:
+        rows: list[StoredRow] = []
         for unit in units:
             self._ready_rows -= self._ready.pop(unit)
-            if isinstance(unit, Row):
+            if isinstance(unit, StoredRow):
                 rows.append(unit)
             else:
                 rows += sorted(unit.members, key=_sort)
         return rows
 
 
-def _sort(row: Row) -> SortKey:
+def _sort(row: StoredRow) -> SortKey:
     return row.sort

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from understudy.dataplane.base import Count, Depth, Lease, RowStatus
 from understudy.dataplane.memory.claim_view import ClaimRequest, View, ViewSpec
 from understudy.dataplane.memory.partition import Partition, Watch
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import StoredRow
 from understudy.dataplane.memory.store import Store
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
@@ -209,7 +209,7 @@ def _missing(part: Partition, view: View, request: ClaimRequest, timeout: float 
     )
 
 
-def _meta(partition: str, rows: list[Row]) -> BatchMeta:
+def _meta(partition: str, rows: list[StoredRow]) -> BatchMeta:
     """The meta of claimed rows: their keys, the columns all of them have, and their tags."""
     first = rows[0]
     fields = tuple(first.columns)

@@ -8,7 +8,7 @@ from typing import Any
 from understudy.dataplane.base import Columns, GroupPolicy, Lease, RowStatus
 from understudy.dataplane.frame import encode, is_plain
 from understudy.dataplane.memory.partition import Partition
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import StoredRow
 from understudy.dataplane.memory.store import Store
 from understudy.errors import LeaseLost
 from understudy.types.batch import BatchMeta
@@ -143,7 +143,7 @@ class Intake:
                 )
         return new
 
-    def _unannounced(self, part: Partition, key: str, status: RowStatus) -> Row:
+    def _unannounced(self, part: Partition, key: str, status: RowStatus) -> StoredRow:
         """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the
         next."""
         sibling = None if key.endswith("_0") else self._store.sibling(part, key)

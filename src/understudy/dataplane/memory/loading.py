@@ -13,7 +13,7 @@ from understudy.dataplane.journal.schema import PACK_SHIFT, read_meta
 from understudy.dataplane.journal.spill import SpillFiles
 from understudy.dataplane.memory.admission import Admission
 from understudy.dataplane.memory.partition import Partition, Partitions
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import StoredRow
 
 _ROWS = "SELECT id, partition, key, grp, policy, status, step, arrival, attempts, tags FROM rows WHERE trained IS NULL ORDER BY id"
 _PACKS = f"""
@@ -48,7 +48,7 @@ def load(connection: sqlite3.Connection, spill: SpillFiles, admission: Admission
     for row_id, partition, key, group, policy, status, step, arrival, attempts, tags in connection.execute(
         _ROWS
     ):
-        row = Row(row_id, partition, key, step, json.loads(tags))
+        row = StoredRow(row_id, partition, key, step, json.loads(tags))
         row.status, row.arrival, row.attempts = RowStatus(status), arrival, attempts
         if next_packs is not None and next_packs[0] == row_id:
             for pack_id, body in next_packs[1]:
@@ -83,7 +83,9 @@ def _packs_by_row(connection: sqlite3.Connection) -> Iterator[tuple[int, list[tu
         yield row_id, bodies
 
 
-def _fill(row: Row, frames: dict[str, bytes | SpillRef], spill: SpillFiles, admission: Admission) -> bool:
+def _fill(
+    row: StoredRow, frames: dict[str, bytes | SpillRef], spill: SpillFiles, admission: Admission
+) -> bool:
     """Put a pack's frames into the row; True if one was spilled (and is now a reference in `frames` too)."""
     moved = False
     for name, frame in list(frames.items()):

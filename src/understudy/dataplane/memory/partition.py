@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from understudy.dataplane.base import GroupPolicy, RowStatus
 from understudy.dataplane.groups import GroupFilter
 from understudy.dataplane.memory.claim_view import View, ViewSpec
-from understudy.dataplane.memory.rows import Group, Row, Unit
+from understudy.dataplane.memory.rows import Group, StoredRow, Unit
 from understudy.dataplane.memory.settled import SettledKeys
 
 MOST_VIEWS = 8
@@ -38,7 +38,7 @@ class Partitions(dict[str, "Partition"]):
 @dataclass(slots=True)
 class Partition:
     name: str
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, StoredRow] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     views: dict[ViewSpec, View] = field(default_factory=dict)
     """Least recently used first."""
@@ -74,7 +74,7 @@ class Partition:
             if oldest is not None:
                 del self.views[oldest]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StoredRow) -> None:
         """Add a row; the caller calls `touch` once its columns are set."""
         self.rows[row.key] = row
         of_step = self.counts.get(row.step)
@@ -88,20 +88,20 @@ class Partition:
             return self.counts.get(step, _NONE)
         return {status: sum(of_step[status] for of_step in self.counts.values()) for status in RowStatus}
 
-    def join(self, row: Row, name: str, policy: GroupPolicy) -> None:
+    def join(self, row: StoredRow, name: str, policy: GroupPolicy) -> None:
         group = self.groups.get(name)
         if group is None:
             group = self.groups[name] = Group(name, policy)
         row.group = group
         group.rows[row.key] = row
 
-    def set_status(self, row: Row, status: RowStatus) -> None:
+    def set_status(self, row: StoredRow, status: RowStatus) -> None:
         of_step = self.counts[row.step]
         of_step[row.status] -= 1
         of_step[status] += 1
         row.status = status
 
-    def remove(self, rows: Iterable[Row], listed: Collection[Row]) -> None:
+    def remove(self, rows: Iterable[StoredRow], listed: Collection[StoredRow]) -> None:
         """Remove settled rows, whose leases are dropped already; views may still have entries of `listed`."""
         for row in rows:
             key = row.key
@@ -119,7 +119,7 @@ class Partition:
         if listed:
             self.touch(listed)
 
-    def touch(self, rows: Collection[Row], but: View | None = None) -> None:
+    def touch(self, rows: Collection[StoredRow], but: View | None = None) -> None:
         """Mark these rows as changed in all views except `but`, which is up to date."""
         if len(self.views) <= (but is not None):
             return

@@ -19,7 +19,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNING: RowStatus.PENDING.value}
 
 
-class Row(msgspec.Struct, eq=False):
+class StoredRow(msgspec.Struct, eq=False):
     """One row in flight. A `Struct` is created in half the time of a plain class. Compared by identity."""
 
     id: int
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, eq=False):
         return self.split
 
     @property
-    def members(self) -> Iterable[Row]:
+    def members(self) -> Iterable[StoredRow]:
         return (self,)
 
     def __len__(self) -> int:
@@ -78,11 +78,11 @@ class Group:
     def __init__(self, name: str, policy: GroupPolicy) -> None:
         self.name = name
         self.policy = policy
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, StoredRow] = {}
         self.sort: SortKey = (name, -1, -1)
 
     @property
-    def members(self) -> Iterable[Row]:
+    def members(self) -> Iterable[StoredRow]:
         return self.rows.values()
 
     @property
@@ -99,7 +99,7 @@ class Group:
         return len(self.rows)
 
 
-Unit = Row | Group
+Unit = StoredRow | Group
 """What a claim takes as a whole: a group, or a row without one."""
 
 
@@ -108,7 +108,7 @@ class HeldLease(msgspec.Struct, eq=False):
 
     id: int
     expires: float
-    rows: dict[str, Row]
+    rows: dict[str, StoredRow]
     """The rows it still covers."""
     produces: bool
     """A producer's lease on pending or failed rows, not a trainer's on finished ones."""
@@ -126,9 +126,9 @@ class Leases:
         """No lease expires before this time."""
         self._next_id = 1
 
-    def grant(self, rows: Iterable[Row], seconds: float | None, produces: bool) -> HeldLease:
+    def grant(self, rows: Iterable[StoredRow], seconds: float | None, produces: bool) -> HeldLease:
         end = math.inf if seconds is None else self.clock() + seconds
-        covered: dict[str, Row] = {}
+        covered: dict[str, StoredRow] = {}
         held = HeldLease(self._next_id, end, covered, produces)
         self._next_id += 1
         self._held[held.id] = held
@@ -170,7 +170,7 @@ class Leases:
         if seconds is not None:
             self._remember_end(held)
 
-    def drop(self, row: Row) -> None:
+    def drop(self, row: StoredRow) -> None:
         """Remove one row from its lease; the lease ends with its last row."""
         held = row.lease
         if held is None:

@@ -21,7 +21,7 @@ from understudy.dataplane.memory.admission import Admission
 from understudy.dataplane.memory.claim_view import View
 from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition, Partitions
-from understudy.dataplane.memory.rows import HeldLease, Leases, Row
+from understudy.dataplane.memory.rows import HeldLease, Leases, StoredRow
 from understudy.errors import DataPlaneError, LeaseLost
 
 
@@ -75,7 +75,7 @@ class Store:
     def partition(self, name: str) -> Partition:
         return self.partitions[name]
 
-    def row(self, part: Partition, key: str) -> Row:
+    def row(self, part: Partition, key: str) -> StoredRow:
         row = part.rows.get(key)
         if row is None:
             where = f"row {key} is not in flight in partition {part.name!r}"
@@ -92,9 +92,9 @@ class Store:
         tags: Mapping[str, Any] | None,
         group: GroupPolicy | None,
         status: RowStatus = RowStatus.PENDING,
-    ) -> Row:
+    ) -> StoredRow:
         """Add a new row that was admitted before; the caller calls `touched` once its columns are set."""
-        row = Row(self._next_id, part.name, key, step, dict(tags) if tags else {}, status)
+        row = StoredRow(self._next_id, part.name, key, step, dict(tags) if tags else {}, status)
         self._next_id += 1
         part.add(row)
         if group is not None:
@@ -104,7 +104,7 @@ class Store:
         changes.facts["issued", part.name, step, None].append(key)
         return row
 
-    def arrive(self, part: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
+    def arrive(self, part: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> StoredRow:
         """`issue` and `write` in one, for a row that was not issued: it belongs to the step after the last
         acked one."""
         row_id = self._next_id
@@ -116,7 +116,7 @@ class Store:
             self._next_arrival = arrival + 1
         pack_id = row_id << PACK_SHIFT
         columns, resident = self._keep(pack_id, frames)
-        row = Row(row_id, part.name, key, step, {}, status, columns, arrival, 1, resident)
+        row = StoredRow(row_id, part.name, key, step, {}, status, columns, arrival, 1, resident)
         part.add(row)
         changes = self.journal.changes
         changes.dirty[row_id] = row
@@ -134,22 +134,22 @@ class Store:
         prompt, session, index = split_key(key)
         return index > 0 and f"{prompt}_{session}_0" in part.settled
 
-    def sibling(self, part: Partition, key: str) -> Row | None:
+    def sibling(self, part: Partition, key: str) -> StoredRow | None:
         """The first output of the same session: further outputs belong to its step and its group."""
         prompt, session, index = split_key(key)
         return part.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
-    def touched(self, part: Partition, rows: list[Row]) -> None:
+    def touched(self, part: Partition, rows: list[StoredRow]) -> None:
         """Mark these rows as changed, so that views and waiting claims see them."""
         part.touch(rows)
         if part.claims_waiting or part.watches:
             self.on_change(part)
 
-    def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
+    def tag(self, row: StoredRow, tags: Mapping[str, Any]) -> None:
         row.tags.update(tags)
         self.journal.changes.dirty[row.id] = row
 
-    def write(self, part: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
+    def write(self, part: Partition, row: StoredRow, frames: dict[str, bytes], status: RowStatus) -> None:
         """Add or replace columns of a row, and set its status."""
         changes = self.journal.changes
         columns = row.columns
@@ -198,12 +198,12 @@ class Store:
     def _on_disk(self, ref: SpillRef) -> None:
         del self._spilling[ref]
 
-    def drop_lease(self, part: Partition, row: Row) -> None:
+    def drop_lease(self, part: Partition, row: StoredRow) -> None:
         if row.lease is not None:
             part.leased -= 1
             self.leases.drop(row)
 
-    def grant(self, part: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
+    def grant(self, part: Partition, view: View, rows: list[StoredRow], seconds: float | None) -> HeldLease:
         """Grant a lease on rows just taken from this view of the partition."""
         produces = view.spec.status is not RowStatus.FINISHED
         if produces:
@@ -216,7 +216,7 @@ class Store:
         part.touch(rows, but=view)
         return held
 
-    def give_back(self, row: Row) -> None:
+    def give_back(self, row: StoredRow) -> None:
         """Release a leased row for the next claim; a row that was being made becomes pending again."""
         part = self.partitions[row.partition]
         produces = row.lease is not None and row.lease.produces
@@ -226,7 +226,7 @@ class Store:
         part.touch((row,))
         self.on_change(part)
 
-    def trained(self, part: Partition, rows: list[Row], step: int) -> None:
+    def trained(self, part: Partition, rows: list[StoredRow], step: int) -> None:
         changes = self.journal.changes
         keys = changes.facts["trained", part.name, step, None]
         ids = changes.trained.setdefault(step, [])
@@ -238,7 +238,7 @@ class Store:
             self._note_spills(rows)
         self._remove(part, rows)
 
-    def taken_out(self, part: Partition, rows: list[Row], kind: str, told: str) -> None:
+    def taken_out(self, part: Partition, rows: list[StoredRow], kind: str, told: str) -> None:
         """Remove rows as dead or evicted."""
         changes = self.journal.changes
         part.removed[kind, kind_of_reason(told)] += len(rows)
@@ -250,13 +250,13 @@ class Store:
         self._note_spills(rows)
         self._remove(part, rows)
 
-    def _note_spills(self, rows: list[Row]) -> None:
+    def _note_spills(self, rows: list[StoredRow]) -> None:
         if any(isinstance(cell, SpillRef) for row in rows for cell in row.columns.values()):
             self.journal.changes.spills_gone = True
 
-    def _remove(self, part: Partition, rows: list[Row]) -> None:
+    def _remove(self, part: Partition, rows: list[StoredRow]) -> None:
         size = 0
-        listed: list[Row] = []
+        listed: list[StoredRow] = []
         for row in rows:
             lease = row.lease
             if lease is not None:
@@ -277,7 +277,7 @@ class Store:
         if part.claims_waiting or part.watches:
             self.on_change(part)
 
-    def filter_complete(self, part: Partition, rows: Iterable[Row]) -> None:
+    def filter_complete(self, part: Partition, rows: Iterable[StoredRow]) -> None:
         """Apply the filter to the groups of these rows that are complete, and evict those it gives a reason
         for."""
         rule = part.filter
@@ -302,7 +302,7 @@ class Store:
             for row in list(held.rows.values()):
                 self.give_back(row)
 
-    async def frames(self, rows: list[Row], name: str) -> list[bytes]:
+    async def frames(self, rows: list[StoredRow], name: str) -> list[bytes]:
         """One column's frames; spilled ones are read on a thread."""
         cells = [row.columns[name] for row in rows]
         if not any(isinstance(cell, SpillRef) for cell in cells):

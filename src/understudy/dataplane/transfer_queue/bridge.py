@@ -51,7 +51,7 @@ import torch
 from understudy.dataplane.base import Columns, Lease
 from understudy.dataplane.columns import scatter
 from understudy.dataplane.transfer_queue.meta import in_kind, is_columnar, is_keyed, named_by
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
@@ -213,7 +213,7 @@ class RemoteCall:
 class RemoteResult:
     result: Any
     """The function's result: the meta with its new fields, or a value that is not columns."""
-    written: tuple[Mapping[str, Written], ...]
+    written: tuple[Mapping[str, WrittenRow], ...]
     """Announcements of new columns, by key; one per write."""
 
 
@@ -258,7 +258,7 @@ class _RecordedColumns:
 
     writer: RowWriter
     segment: int
-    written: list[Mapping[str, Written]] = field(default_factory=list)
+    written: list[Mapping[str, WrittenRow]] = field(default_factory=list)
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None

@@ -35,7 +35,7 @@ from understudy.dataplane.frame import SpillRef, decode
 from understudy.dataplane.journal.folder_lock import FolderLock
 from understudy.dataplane.memory.store import Store
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
-from understudy.dataplane.transfer_queue.segments import WriterSegments, Written
+from understudy.dataplane.transfer_queue.segments import WriterSegments, WrittenRow
 from understudy.dataplane.transfer_queue.store import INLINE_BYTES, QueueIntake, QueueStore
 from understudy.dataplane.transfer_queue.uploads import TIMEOUT_S, QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import row_of
@@ -144,7 +144,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     async def adopt(
         self,
         partition: str,
-        rows: Mapping[str, Written],
+        rows: Mapping[str, WrittenRow],
         tags: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         status: RowStatus = RowStatus.FINISHED,
@@ -154,7 +154,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         self._store.check()
         return await self._intake.adopt(partition, rows, tags, status, lease)
 
-    async def cells(self, written: Written) -> dict[str, Any]:
+    async def cells(self, written: WrittenRow) -> dict[str, Any]:
         """Columns that a remote process has written, adopted or not, read from the run directory."""
         spill = self._store.spill
         return await asyncio.to_thread(

@@ -24,7 +24,7 @@ from understudy.dataplane.journal.spill import SEGMENT_BYTES, SpillFiles
 from understudy.errors import RowsUnreachable
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenRow(msgspec.Struct, frozen=True):
     """One row's columns as their writer announces them."""
 
     cells: dict[str, bytes | SpillRef]
@@ -70,7 +70,7 @@ class WriterSegments:
         weakref.finalize(ref, self._returned, segment).atexit = False
         return ref
 
-    def noted(self, written: Written) -> None:
+    def noted(self, written: WrittenRow) -> None:
         """Called when this announcement is in the ledger."""
         for cell in written.cells.values():
             if isinstance(cell, SpillRef) and cell.segment in self._bytes:

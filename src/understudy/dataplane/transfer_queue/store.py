@@ -19,9 +19,9 @@ from understudy.dataplane.journal.schema import PACK_SHIFT
 from understudy.dataplane.memory.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
 from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import StoredRow
 from understudy.dataplane.memory.store import Store
-from understudy.dataplane.transfer_queue.segments import WriterSegments, Written
+from understudy.dataplane.transfer_queue.segments import WriterSegments, WrittenRow
 from understudy.dataplane.transfer_queue.uploads import QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import queue_key, row_of
 from understudy.errors import DataPlaneError, LeaseLost
@@ -54,19 +54,19 @@ class QueueStore(Store):
         self.writer_segments = WriterSegments(self.spill)
         """The segments of remote writers."""
 
-    def is_shelved(self, row: Row, name: str) -> bool:
+    def is_shelved(self, row: StoredRow, name: str) -> bool:
         return name in self._shelved.get(row.id, ())
 
-    def is_best_read_there(self, row: Row, name: str) -> bool:
+    def is_best_read_there(self, row: StoredRow, name: str) -> bool:
         """Whether the column is in the queue and not also in the ledger's memory."""
         return self._shelved.get(row.id, {}).get(name, 0) > 0
 
-    def marks(self, rows: Sequence[Row], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    def marks(self, rows: Sequence[StoredRow], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """By column: the write id of each row's copy in the queue; only columns with any id are listed."""
         told = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
         return {name: marks for name, marks in told.items() if any(marks)}
 
-    def queue_key(self, row: Row, names: Iterable[str]) -> str:
+    def queue_key(self, row: StoredRow, names: Iterable[str]) -> str:
         """The name of these columns of a row in the queue; raises if they have several."""
         marks = {self._marks.get(row.id, {}).get(name, "") for name in names}
         if len(marks) > 1:
@@ -103,7 +103,7 @@ class QueueStore(Store):
                 if not self._on_the_way[place]:
                     del self._on_the_way[place]
 
-    def shelve(self, part: Partition, row: Row, sizes: Mapping[str, int]) -> None:
+    def shelve(self, part: Partition, row: StoredRow, sizes: Mapping[str, int]) -> None:
         """Record columns that arrived and whose bytes are counted, except where another upload is replacing
         them."""
         uploads = self._shelved.setdefault(row.id, {})
@@ -117,8 +117,10 @@ class QueueStore(Store):
     def _known(self, partition: str, key: str) -> set[str]:
         return self._uploaded.setdefault(partition, {}).setdefault(key, set())
 
-    def write(self, part: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
-        if not isinstance(frames, Written):
+    def write(
+        self, part: Partition, row: StoredRow, frames: dict[str, bytes] | WrittenRow, status: RowStatus
+    ) -> None:
+        if not isinstance(frames, WrittenRow):
             super().write(part, row, frames, status)
             return
         self._adopt(part, row, frames)
@@ -131,7 +133,7 @@ class QueueStore(Store):
             self._next_arrival += 1
             changes.dirty[row.id] = row
 
-    def _adopt(self, part: Partition, row: Row, written: Written) -> None:
+    def _adopt(self, part: Partition, row: StoredRow, written: WrittenRow) -> None:
         """Record columns that a remote process wrote into the run directory and perhaps the queue."""
         changes = self.journal.changes
         self.overwriting(part, {row.key: written.cells})
@@ -154,7 +156,7 @@ class QueueStore(Store):
         self.writer_segments.noted(written)
         self._shelve_adopted(part, row, written)
 
-    def _shelve_adopted(self, part: Partition, row: Row, written: Written) -> None:
+    def _shelve_adopted(self, part: Partition, row: StoredRow, written: WrittenRow) -> None:
         """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the
         queue."""
         if self.uploads is None or self.uploads.lost is not None or not written.queued:
@@ -172,7 +174,7 @@ class QueueStore(Store):
         self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
         row.resident += sum(sizes.values())
 
-    def reject(self, partition: str, rows: Mapping[str, Written]) -> None:
+    def reject(self, partition: str, rows: Mapping[str, WrittenRow]) -> None:
         """Clear copies in the queue that will not be read."""
         if self.uploads is not None:
             self.uploads.clear(
@@ -202,7 +204,7 @@ class QueueStore(Store):
         self._shelved.clear()
         self._marks.clear()
 
-    def _remove(self, part: Partition, rows: list[Row]) -> None:
+    def _remove(self, part: Partition, rows: list[StoredRow]) -> None:
         super()._remove(part, rows)
         for row in rows:
             self._shelved.pop(row.id, None)
@@ -260,7 +262,7 @@ class QueueIntake(Intake):
     async def adopt(
         self,
         partition: str,
-        rows: Mapping[str, Written],
+        rows: Mapping[str, WrittenRow],
         tags: Tags | None,
         status: RowStatus,
         lease: Lease | None,

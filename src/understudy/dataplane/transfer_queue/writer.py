@@ -22,7 +22,7 @@ from understudy.dataplane.base import Columns
 from understudy.dataplane.frame import FIRST_ARRAY, SpillRef, decode
 from understudy.dataplane.memory.intake import framed
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
-from understudy.dataplane.transfer_queue.segments import SegmentWriter, Written
+from understudy.dataplane.transfer_queue.segments import SegmentWriter, WrittenRow
 from understudy.dataplane.transfer_queue.uploads import TIMEOUT_S, QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import Marks, queue_key, write_ids
 from understudy.errors import RowsUnreachable
@@ -56,7 +56,7 @@ class RowWriter:
 
     async def write(
         self, partition: str, rows: Mapping[str, Columns], segment: int, *, queue: bool = True
-    ) -> dict[str, Written]:
+    ) -> dict[str, WrittenRow]:
         """Write all columns of these rows; returns each row's announcement. On cancellation the queue is
         cleared.
 
@@ -80,7 +80,7 @@ class RowWriter:
         cells: dict[str, dict[str, Any]] = {key: dict(columns) for key, columns in frames.items()}
         for (key, name), ref in zip(places, refs, strict=True):
             cells[key][name] = ref
-        return {key: Written(cells[key], tuple(uploads[key]) if arrived else (), mark) for key in frames}
+        return {key: WrittenRow(cells[key], tuple(uploads[key]) if arrived else (), mark) for key in frames}
 
     async def read(
         self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks | None = None

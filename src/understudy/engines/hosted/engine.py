@@ -29,7 +29,7 @@ from understudy.engines.hosted.messages import AbortOrder, decode_answer, encode
 from understudy.engines.hosted.processes import HostProcesses
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Replica, Replicas
+from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.errors import EngineError, UnderstudyError
 from understudy.observability.report import many
 from understudy.serving.endpoint import Endpoint, Traffic
@@ -93,7 +93,7 @@ class HostedEngine:
         return self._version
 
     @property
-    def _serving(self) -> list[Replica]:
+    def _serving(self) -> list[EngineReplica]:
         return [host for host in self._replicas.all if host.resting_until == 0.0]
 
     @property
@@ -118,11 +118,11 @@ class HostedEngine:
     async def _alone(self, request: GenerateRequest) -> list[Generation]:
         return await self._batch([request], lambda size: self._replicas.pick(request.session, size))
 
-    def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> Replica | None:
+    def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> EngineReplica | None:
         """Sends a batch to the same host regardless of load; to the next by hash if that host is gone."""
         keys = "\n".join(request.key for request in requests)
 
-        def place_in_line(host: Replica) -> bytes:
+        def place_in_line(host: EngineReplica) -> bytes:
             return blake2b(f"{host.name}\n{keys}".encode(), digest_size=8).digest()
 
         if not self._serving:
@@ -133,7 +133,7 @@ class HostedEngine:
         return chosen
 
     async def _batch(
-        self, requests: Sequence[GenerateRequest], choose: Callable[[int], Replica | None]
+        self, requests: Sequence[GenerateRequest], choose: Callable[[int], EngineReplica | None]
     ) -> list[Generation]:
         """Sends the whole batch again each time its host was lost, until a host answers."""
         size = sum(len(request.tokens) + request.sampling.max_new_tokens for request in requests)
@@ -159,7 +159,7 @@ class HostedEngine:
             f"the batch of {requests[0].key} … lost its engine process {_TRIES} times; the last time: {problem}"
         )
 
-    async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
+    async def _host(self, choose: Callable[[], EngineReplica | None], aborts: int) -> EngineReplica | None:
         """Waits for a host that serves; None if the batch was aborted first."""
         deadline = time.monotonic() + self._timeout_s
         async with self._news:
@@ -183,7 +183,7 @@ class HostedEngine:
     def _last_problems(self) -> str:
         return "\n".join(sorted({count.problem for count in self._restarts.values()}))
 
-    def _is_given_up(self, host: Replica) -> bool:
+    def _is_given_up(self, host: EngineReplica) -> bool:
         gone = host.resting_until != 0.0 and host.name not in self._restarting
         return gone and self._restarts[host.name].spent
 
@@ -223,7 +223,7 @@ class HostedEngine:
     async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
         """Sends an order to every serving host. A lost host gets the current state after its restart."""
 
-        async def tell(host: Replica) -> None:
+        async def tell(host: EngineReplica) -> None:
             channel = self._channels[host.name]
             try:
                 await channel.order(path, order)
@@ -236,7 +236,7 @@ class HostedEngine:
 
     # --- loss and restart of hosts --------------------------------------------------------------------------
 
-    def _lost(self, host: Replica, channel: HostChannel, problem: str) -> None:
+    def _lost(self, host: EngineReplica, channel: HostChannel, problem: str) -> None:
         """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""
         if self._closed or host.name in self._restarting or self._channels[host.name] is not channel:
             return
@@ -248,7 +248,7 @@ class HostedEngine:
         self._notify(f"engine {host.name} was lost and is started again ({problem}){waits}")
         self._restarting[host.name] = asyncio.create_task(self._restart_lost(host))
 
-    async def _restart_lost(self, host: Replica) -> None:
+    async def _restart_lost(self, host: EngineReplica) -> None:
         count = self._restarts[host.name]
         try:
             while not count.spent:
@@ -270,7 +270,7 @@ class HostedEngine:
         async with self._news:
             self._news.notify_all()
 
-    async def _bring_back(self, host: Replica) -> None:
+    async def _bring_back(self, host: EngineReplica) -> None:
         """Starts a new process; it serves once it has the newest weights and our pause state."""
         endpoint = await self._processes.restart(host.name)
         old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
@@ -290,7 +290,7 @@ class HostedEngine:
     async def _check_health(self) -> None:
         """Finds hosts that died while idle and hosts that hang; requests have no timeout of their own."""
 
-        async def check(host: Replica) -> None:
+        async def check(host: EngineReplica) -> None:
             channel = self._channels[host.name]
             if host.resting_until != 0.0:
                 return

@@ -30,7 +30,7 @@ class CallRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     media: list[str] = []
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class EngineCall(msgspec.Struct, forbid_unknown_fields=True):
     """One batch of requests."""
 
     call: int
@@ -39,7 +39,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     requests: list[CallRequest]
 
 
-class Answer(msgspec.Struct, forbid_unknown_fields=True):
+class CallReply(msgspec.Struct, forbid_unknown_fields=True):
     """Generations in the order of the call's requests."""
 
     version: int
@@ -54,8 +54,8 @@ class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):
     """Applies to every call up to this one."""
 
 
-_calls: Decoder[Call] = Decoder(Call, MessageError)
-_answers: Decoder[Answer] = Decoder(Answer, MessageError)
+_calls: Decoder[EngineCall] = Decoder(EngineCall, MessageError)
+_answers: Decoder[CallReply] = Decoder(CallReply, MessageError)
 
 
 def encode_call(call: int, requests: Sequence[GenerateRequest]) -> bytes:
@@ -71,7 +71,7 @@ def encode_call(call: int, requests: Sequence[GenerateRequest]) -> bytes:
         )
         for request in requests
     ]
-    return encode(Call(call, list(settings), rows))
+    return encode(EngineCall(call, list(settings), rows))
 
 
 def decode_call(body: bytes) -> tuple[int, list[GenerateRequest]]:
@@ -98,7 +98,7 @@ def decode_call(body: bytes) -> tuple[int, list[GenerateRequest]]:
 
 
 def encode_answer(version: int, generations: Sequence[Generation]) -> bytes:
-    return encode(Answer(version, list(generations)))
+    return encode(CallReply(version, list(generations)))
 
 
 def decode_answer(body: bytes, expected: int) -> tuple[int, list[Generation]]:

@@ -33,7 +33,7 @@ from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.padded import PaddedBatch
-from understudy.engines.local.rows import DecodingRows, Detokenize, Row, RowBatch
+from understudy.engines.local.rows import DecodingRow, DecodingRows, Detokenize, RowBatch
 from understudy.engines.local.scheduler import Batching, Call, Scheduler
 from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.errors import EngineError
@@ -50,7 +50,7 @@ KERNEL_DEVICES = {"cuda"}
 """Device types where rows live in slots and decode steps run our own kernels."""
 
 
-class Layout(StrEnum):
+class CacheLayout(StrEnum):
     """How keys and values of rows in flight are stored."""
 
     PADDED = "padded"
@@ -95,7 +95,7 @@ class HFEngine:
         prefill_tokens: int = 65_536,
         detokenize: Detokenize | None = None,
         version: int = -1,
-        layout: Layout | None = None,
+        layout: CacheLayout | None = None,
         kept_as: KeptAs = KeptAs.MODEL,
         pictures: PictureReader | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class HFEngine:
     def _pool_for(self, model: Any) -> SlotPool | None:
         """A slot pool if it was asked for or is possible; None means the padded layout."""
         narrow = self._kept_as is KeptAs.FP8
-        if self._layout is Layout.PADDED or (
+        if self._layout is CacheLayout.PADDED or (
             self._layout is None and self._device.type not in KERNEL_DEVICES
         ):
             if narrow:
@@ -200,7 +200,7 @@ class HFEngine:
                 raise EngineError(
                     f"{type(model).__name__} cannot keep keys and values in fp8: {problem}; leave out rollout.kv_cache"
                 )
-            if self._layout is Layout.SLOTS:
+            if self._layout is CacheLayout.SLOTS:
                 raise EngineError(
                     f"{type(model).__name__} cannot be decoded over slots: {problem}; leave `layout` out"
                 )
@@ -220,7 +220,7 @@ class HFEngine:
                 kept_as=self._kept_as,
             )
 
-    def _build(self, rows: Sequence[Row]) -> RowBatch:
+    def _build(self, rows: Sequence[DecodingRow]) -> RowBatch:
         writing = DecodingRows(
             rows, version=self._version, vocab=self._outputs, device=self._device, detokenize=self._detokenize
         )

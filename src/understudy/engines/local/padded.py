@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from understudy.engines.local import kv_padded as kv
-from understudy.engines.local.rows import DecodingRows, Row, RowBatch
+from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 from understudy.media.processor import PictureReader
 from understudy.nn.cpu_forward import lean_forward
 from understudy.nn.prefix_tree import prefix_tree
@@ -127,7 +127,7 @@ class PaddedBatch:
         """Columns of padding of each row."""
         return self._pad_B
 
-    def draw(self) -> list[Row]:
+    def draw(self) -> list[DecodingRow]:
         return self.writing.draw(self.logits_BV)
 
     def advance(self) -> None:

@@ -26,7 +26,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 
 @dataclass(slots=True)
-class Row:
+class DecodingRow:
     """One request's progress. Tokens of the current batch are added when the row ends in it or leaves it."""
 
     request: GenerateRequest
@@ -83,7 +83,7 @@ class RowBatch(Protocol):
 
     writing: DecodingRows
 
-    def draw(self) -> list[Row]: ...
+    def draw(self) -> list[DecodingRow]: ...
 
     def advance(self) -> None: ...
 
@@ -97,7 +97,7 @@ class DecodingRows:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[DecodingRow],
         *,
         version: int,
         vocab: int,
@@ -143,7 +143,7 @@ class DecodingRows:
         """Between `begin_draw` and `end_draw`: whether any row may get a token after the one being drawn."""
         return bool((self._left_B[self._alive_B] > self._step + 1).any())
 
-    def draw(self, logits_BV: Tensor) -> list[Row]:
+    def draw(self, logits_BV: Tensor) -> list[DecodingRow]:
         """Appends one token to every row; returns the rows that ended with it."""
         return self.end_draw(self.begin_draw(logits_BV))
 
@@ -175,7 +175,7 @@ class DecodingRows:
         arrived.record()
         return PendingDraw(told_3B, arrived)
 
-    def end_draw(self, drawn: PendingDraw) -> list[Row]:
+    def end_draw(self, drawn: PendingDraw) -> list[DecodingRow]:
         """The host's part: waits for the copy, then returns the rows that ended."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()
@@ -184,7 +184,7 @@ class DecodingRows:
         self._step += 1
         return self._end_rows(news_3B[2] > 0)
 
-    def _end_rows(self, stopped_B: np.ndarray) -> list[Row]:
+    def _end_rows(self, stopped_B: np.ndarray) -> list[DecodingRow]:
         full_B = self._left_B <= self._step
         ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | self._stop_strings_B()))
         for i in ended:
@@ -222,7 +222,7 @@ class DecodingRows:
         if wanted := row.request.sampling.candidates:
             row.candidates.append(self._candidates_NBK[: self._step, i, :wanted].copy())
 
-    def end(self, which: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    def end(self, which: Callable[[DecodingRow], bool] = lambda row: True) -> list[DecodingRow]:
         """Ends the selected rows (all by default) and returns them, each with all its tokens."""
         ended = [i for i in np.flatnonzero(self._alive_B) if which(self.rows[i])]
         for i in ended:
@@ -269,7 +269,7 @@ def _usable_ids(
     return most, torch.from_numpy(mask_BV).to(device)
 
 
-def _seen(rows: Sequence[Row], vocab: int, device: torch.device) -> Tensor:
+def _seen(rows: Sequence[DecodingRow], vocab: int, device: torch.device) -> Tensor:
     """Marks the ids in each row's prompt and generation so far."""
     seen_BV = np.zeros((len(rows), vocab), dtype=bool)
     for i, row in enumerate(rows):

@@ -20,7 +20,7 @@ from enum import StrEnum
 import torch
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.local.rows import Row, RowBatch
+from understudy.engines.local.rows import DecodingRow, RowBatch
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -35,7 +35,7 @@ class Batching(StrEnum):
 
 
 @dataclass(slots=True)
-class CallRow(Row):
+class CallRow(DecodingRow):
     """A row that knows which call it belongs to."""
 
     call: Call | None = None
@@ -85,7 +85,7 @@ class Scheduler:
 
     def __init__(
         self,
-        build: Callable[[Sequence[Row]], RowBatch],
+        build: Callable[[Sequence[DecodingRow]], RowBatch],
         *,
         max_batch: int,
         prefill_tokens: int,
@@ -101,7 +101,7 @@ class Scheduler:
         """Calls with no row admitted yet."""
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that had no place in the batch yet."""
-        self._entering: Sequence[Row] = ()
+        self._entering: Sequence[DecodingRow] = ()
         """Rows whose prompts are being computed: not waiting, not in the batch; needed if that fails."""
         self._changed = threading.Condition()
         self._paused = self._refresh = self._closed = False
@@ -231,7 +231,7 @@ class Scheduler:
             else:
                 self._batch.join(newcomers)
 
-    def _enter(self, rows: Sequence[Row]) -> RowBatch:
+    def _enter(self, rows: Sequence[DecodingRow]) -> RowBatch:
         self._entering = rows
         batch = self._build(rows)
         self._entering = ()
@@ -316,6 +316,6 @@ class Scheduler:
             call.fail(error if ours else EngineError(f"generation failed ({keys} …): {error!r}"))
 
 
-def _call_of(row: Row) -> Call:
+def _call_of(row: DecodingRow) -> Call:
     assert isinstance(row, CallRow) and row.call is not None
     return row.call

@@ -26,7 +26,7 @@ from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kv_pool import KeptAs, KeyValues, Places, SlotLayer, bytes_per_token
 from understudy.engines.local.padded import PaddedBatch
-from understudy.engines.local.rows import DecodingRows, Row, RowBatch
+from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 
 ATTENTION = "understudy_slots"
 AttentionInterface.register(ATTENTION, decode_attention.attend)
@@ -283,7 +283,7 @@ class SlotBatch:
         self._ahead = False
         """Whether the step after the newest draw is already queued."""
 
-    def draw(self) -> list[Row]:
+    def draw(self) -> list[DecodingRow]:
         """Draws; on a GPU it queues the next step before the host has the drawn tokens.
 
         So the GPU does not wait while Python finds out which rows have ended. An ended row runs one step

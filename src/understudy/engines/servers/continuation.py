@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.servers.dialects import Dialect, Json, Piece, PieceRequest
+from understudy.engines.servers.dialects import Dialect, GeneratedPart, Json, PieceRequest
 from understudy.errors import EngineError
 from understudy.serving.client import Reply, ServerClient, ServerGone
 from understudy.serving.endpoint import Endpoint, Traffic
@@ -63,7 +63,7 @@ class Continuation:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.stop_reason = StopReason.ABORTED
-        self._pieces: list[tuple[Piece, int]] = []
+        self._pieces: list[tuple[GeneratedPart, int]] = []
         """Each with the version of the weights that wrote it."""
 
     @property
@@ -82,7 +82,7 @@ class Continuation:
         left = request.sampling.max_new_tokens - self.written
         return PieceRequest(request, tokens, left, seed, salt=order.salt, model=order.model)
 
-    def add(self, piece: Piece, version: int) -> None:
+    def add(self, piece: GeneratedPart, version: int) -> None:
         self._pieces.append((piece, version))
         self.stop_reason = piece.stop_reason
         if piece.stop_reason is StopReason.ABORTED and self.written == self.request.sampling.max_new_tokens:
@@ -90,7 +90,7 @@ class Continuation:
 
     def generation(self) -> Generation:
         pieces, wanted = (
-            [Piece.nothing(), *(piece for piece, _ in self._pieces)],
+            [GeneratedPart.nothing(), *(piece for piece, _ in self._pieces)],
             self.request.sampling.candidates,
         )
         ids = [one for piece in pieces for one in piece.candidates]
@@ -115,14 +115,14 @@ class GenerationClient(ServerClient):
         super().__init__(f"{name} ({dialect.name})", endpoint, most=most, connect_s=None)
         self._dialect, self._traffic = dialect, traffic
 
-    async def fetch(self, order: ServerOrder, ask: PieceRequest) -> Piece:
+    async def fetch(self, order: ServerOrder, ask: PieceRequest) -> GeneratedPart:
         """Asks for one piece. Raises `RefusedError`, `UnreachableError` or another `EngineError`."""
         path, content = self._dialect.generate, msgspec.json.encode(self._dialect.body(ask))
         self._traffic.sent += len(content)
         reply = await self.request(path, content, timeout_s=order.timeout_s)
         self._traffic.received += len(reply.body)
         if reply.status == PAUSED:
-            return Piece.nothing()
+            return GeneratedPart.nothing()
         if reply.status >= 400:
             raise self.refusal(path, reply)
         piece = self._dialect.read(reply.body, ask)

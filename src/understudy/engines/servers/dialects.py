@@ -28,7 +28,7 @@ MOST_BIASED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GeneratedPart:
     """The result of one HTTP request: a whole generation, or the part before an interruption."""
 
     tokens: np.ndarray
@@ -42,9 +42,9 @@ class Piece:
     """The model's own best ids at each token, if they were asked for."""
 
     @staticmethod
-    def nothing() -> Piece:
+    def nothing() -> GeneratedPart:
         """No token, aborted: the rest has to be asked for."""
-        return Piece(np.empty(0, np.int32), np.empty(0, np.float32), StopReason.ABORTED)
+        return GeneratedPart(np.empty(0, np.int32), np.empty(0, np.float32), StopReason.ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Dialect:
     name: str
     generate: str
     body: Callable[[PieceRequest], Json]
-    read: Callable[[bytes, PieceRequest], Piece]
+    read: Callable[[bytes, PieceRequest], GeneratedPart]
     pause: tuple[str, Json] | None = None
     """Path and body. In-flight requests must return the tokens they have."""
     resume: tuple[str, Json] | None = None
@@ -86,7 +86,7 @@ class Dialect:
     """Whether answers can name the model's best ids at each token."""
 
 
-def check_piece(tokens: Any, logprobs: Any, ask: PieceRequest, stop_reason: StopReason) -> Piece:
+def check_piece(tokens: Any, logprobs: Any, ask: PieceRequest, stop_reason: StopReason) -> GeneratedPart:
     """Refuses answers that would corrupt a row: wrong lengths, invalid ids, invalid log-probabilities."""
     key = ask.request.key
     ids = np.array(tokens) if isinstance(tokens, list) else None
@@ -109,7 +109,7 @@ def check_piece(tokens: Any, logprobs: Any, ask: PieceRequest, stop_reason: Stop
     if wrong.any():
         place = int(wrong.argmax())
         raise EngineError(f"{key}: logprob {logprobs[place]!r} at new token {place} is not a log-probability")
-    return Piece(ids.astype(np.int32), np.minimum(values, 0.0).astype(np.float32), stop_reason)
+    return GeneratedPart(ids.astype(np.int32), np.minimum(values, 0.0).astype(np.float32), stop_reason)
 
 
 def best_ids(entries: Iterable[tuple[Any, Any]], ask: PieceRequest) -> list[int]:
@@ -213,7 +213,7 @@ _vllm_reply = msgspec.json.Decoder(_VLLMReply[_Token])
 _vllm_reply_with_candidates = msgspec.json.Decoder(_VLLMReply[_TokenWithCandidates])
 
 
-def _vllm_read(body: bytes, ask: PieceRequest) -> Piece:
+def _vllm_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
     wanted = ask.request.sampling.candidates
     decoder: Any = _vllm_reply_with_candidates if wanted else _vllm_reply
     choices = _decoded(body, ask, decoder).choices
@@ -250,7 +250,7 @@ def _openai_body(ask: PieceRequest) -> Json:
     }
 
 
-def _openai_read(body: bytes, ask: PieceRequest) -> Piece:
+def _openai_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
     reply = _decoded(body, ask, _json_object)
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -288,7 +288,7 @@ def _sglang_body(ask: PieceRequest) -> Json:
     }
 
 
-def _sglang_read(body: bytes, ask: PieceRequest) -> Piece:
+def _sglang_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
     meta = _decoded(body, ask, _json_object).get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason") or {}

@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.replicas import Replica, Replicas
+from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.engines.servers.continuation import (
     Continuation,
     GenerationClient,
@@ -31,9 +31,9 @@ from understudy.engines.servers.continuation import (
     UnreachableError,
     check_candidates,
 )
-from understudy.engines.servers.dialects import Dialect, Json, Piece, PieceRequest
+from understudy.engines.servers.dialects import Dialect, GeneratedPart, Json, PieceRequest
 from understudy.engines.servers.gpu_handover import GpuHandover
-from understudy.engines.servers.weights import WeightDelivery
+from understudy.engines.servers.weights import ServerWeights
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.types.trajectory import StopReason
@@ -89,14 +89,14 @@ class RemoteEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
-        self._fetching: set[asyncio.Future[Piece]] = set()
+        self._fetching: set[asyncio.Future[GeneratedPart]] = set()
         self._answered_at = 0.0
         self._aborts = 0
         self._abort_signal = asyncio.Event()
         self._closed = False
         self._closing: set[asyncio.Future[None]] = set()
         """Connections to servers that are gone."""
-        self._delivery = WeightDelivery(dialect, self._post, self._give_up, snapshots, handover, address)
+        self._delivery = ServerWeights(dialect, self._post, self._give_up, snapshots, handover, address)
 
     @property
     def version(self) -> int:
@@ -201,7 +201,7 @@ class RemoteEngine:
             f"no server generated {request.key} within {self._timeout_s:g} s; the last problem: {problem}"
         )
 
-    async def _fetch(self, replica: Replica, order: ServerOrder, ask: PieceRequest) -> Piece:
+    async def _fetch(self, replica: EngineReplica, order: ServerOrder, ask: PieceRequest) -> GeneratedPart:
         """Asks for one piece; an empty one, aborted, if `_return_all` cancels the request."""
         fetching = asyncio.ensure_future(self._clients[replica.name].fetch(order, ask))
         self._fetching.add(fetching)
@@ -211,12 +211,12 @@ class RemoteEngine:
             task = asyncio.current_task()
             if fetching in self._fetching or (task is not None and task.cancelling()):
                 raise
-            return Piece.nothing()
+            return GeneratedPart.nothing()
         finally:
             self._fetching.discard(fetching)
             self._answered_at = time.monotonic()
 
-    def _order(self, replica: Replica, left: int) -> ServerOrder:
+    def _order(self, replica: EngineReplica, left: int) -> ServerOrder:
         return ServerOrder(
             self._dialect,
             replica.name,
@@ -239,7 +239,7 @@ class RemoteEngine:
             if self._in_flight == 0:
                 self._idle.set()
 
-    async def _post(self, replica: Replica, path: str, body: Json) -> Json:
+    async def _post(self, replica: EngineReplica, path: str, body: Json) -> Json:
         with self._counted():
             return await self._clients[replica.name].post(path, body, self._deadline_s)
 
@@ -267,7 +267,7 @@ class RemoteEngine:
             await self._delivery.catch_up(replica)
             self._replicas.back(replica)
 
-    def _replica(self, name: str) -> Replica:
+    def _replica(self, name: str) -> EngineReplica:
         (replica,) = [replica for replica in self._replicas.all if replica.name == name]
         return replica
 
@@ -334,7 +334,7 @@ class RemoteEngine:
         path, body = message
         await asyncio.gather(*(self._control(replica, path, body) for replica in self._replicas.present))
 
-    async def _control(self, replica: Replica, path: str, body: Json) -> None:
+    async def _control(self, replica: EngineReplica, path: str, body: Json) -> None:
         """Like `_post`, but not counted as in flight: control waits for the requests in flight."""
         try:
             await self._clients[replica.name].post(path, body, self._deadline_s)
@@ -342,7 +342,7 @@ class RemoteEngine:
             if not self._give_up(replica):
                 raise
 
-    def _give_up(self, replica: Replica) -> bool:
+    def _give_up(self, replica: EngineReplica) -> bool:
         """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
         return False
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from understudy.engines.launcher import HostLauncher
-from understudy.engines.replicas import Replica
+from understudy.engines.replicas import EngineReplica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.vllm_servers import VLLMServers
@@ -119,7 +119,7 @@ class VLLMEngine(RemoteEngine):
             self._children[name] = await self._servers.start_replica(name)
         await self.replace(name, self._servers.endpoint(process_name(name), self._children[name]))
 
-    def _drop_server(self, replica: Replica, problem: str, restarts: int) -> None:
+    def _drop_server(self, replica: EngineReplica, problem: str, restarts: int) -> None:
         times = f"after {many(restarts, 'restart')} without an answer (cluster.restarts.rollout)"
         self._given_up[replica.name] = f"vLLM {replica.name} {problem}; it was given up {times}"
         self._tell(self._given_up[replica.name])
@@ -133,7 +133,7 @@ class VLLMEngine(RemoteEngine):
         if len(self._given_up) == len(self._children):
             raise EngineError("no vLLM server is left. " + "\n".join(sorted(set(self._given_up.values()))))
 
-    def _give_up(self, replica: Replica) -> bool:
+    def _give_up(self, replica: EngineReplica) -> bool:
         self.withdraw(replica.name)
         return True
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from understudy.engines.hosted.client import HostChannel
 from understudy.engines.hosted.weights import WeightDelivery as Broadcast
-from understudy.engines.replicas import Replica
+from understudy.engines.replicas import EngineReplica
 from understudy.engines.servers.continuation import RefusedError, UnreachableError
 from understudy.engines.servers.dialects import Dialect, Json
 from understudy.engines.servers.gpu_handover import GpuHandover
@@ -29,10 +29,10 @@ from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
 from understudy.weights.snapshots import Snapshots
 
-Post = Callable[[Replica, str, Json], Awaitable[Json]]
+Post = Callable[[EngineReplica, str, Json], Awaitable[Json]]
 
 
-class WeightDelivery:
+class ServerWeights:
     """Delivers weights to one engine's servers and keeps the newest. Called on the engine's event loop.
 
     Calls must not overlap, and the caller stops generation first. `give_up` is called with a server that
@@ -43,7 +43,7 @@ class WeightDelivery:
         self,
         dialect: Dialect,
         post: Post,
-        give_up: Callable[[Replica], bool],
+        give_up: Callable[[EngineReplica], bool],
         snapshots: Path | None,
         handover: GpuHandover | None,
         address: str = "127.0.0.1",
@@ -63,7 +63,7 @@ class WeightDelivery:
         """The version last broadcast."""
 
     async def bring(
-        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+        self, replicas: Sequence[EngineReplica], version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> None:
         """Sends new weights to these servers, to each the fastest way it supports. No tensors: a no-op."""
         if not tensors:
@@ -81,7 +81,7 @@ class WeightDelivery:
             self._newest = (snapshot, version)
             await asyncio.gather(*(self._load_if_there(one, snapshot, version) for one in replicas))
 
-    async def catch_up(self, replica: Replica) -> None:
+    async def catch_up(self, replica: EngineReplica) -> None:
         """Sends the newest weights to a restarted server."""
         replica.label = ""
         if not replica.endpoint.shares_memory:
@@ -96,7 +96,7 @@ class WeightDelivery:
             await self.bring([replica], version, tensors)
 
     async def _send(
-        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+        self, replicas: Sequence[EngineReplica], version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> None:
         """Broadcasts to all remote servers at once."""
         if self._broadcast is None:
@@ -111,7 +111,7 @@ class WeightDelivery:
             *(self._renew(one, version) for channel, one in channels.items() if channel not in lost)
         )
 
-    async def _send_again(self, replica: Replica) -> None:
+    async def _send_again(self, replica: EngineReplica) -> None:
         """Sends the newest weights to a restarted remote server."""
         old = self._channels.pop(replica.name, None)
         if old is not None:
@@ -120,12 +120,14 @@ class WeightDelivery:
             await self._broadcast.give(self._sent, self._channel(replica))
             await self._renew(replica, self._sent)
 
-    def _channel(self, replica: Replica) -> HostChannel:
+    def _channel(self, replica: EngineReplica) -> HostChannel:
         if replica.name not in self._channels:
             self._channels[replica.name] = HostChannel(replica.name, replica.endpoint)
         return self._channels[replica.name]
 
-    async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+    async def _hand_over(
+        self, replica: EngineReplica, version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> bool:
         """Tries the device copy. False if the server needs a snapshot; True if it is done or given up."""
         assert self._handover is not None
 
@@ -147,7 +149,7 @@ class WeightDelivery:
                 raise
         return True
 
-    async def _load_if_there(self, replica: Replica, snapshot: Path, version: int) -> None:
+    async def _load_if_there(self, replica: EngineReplica, snapshot: Path, version: int) -> None:
         try:
             await self._load(replica, snapshot, version)
         except UnreachableError:
@@ -172,22 +174,22 @@ class WeightDelivery:
                 shutil.rmtree(old)
         return folder / "model.safetensors"
 
-    async def _load(self, replica: Replica, snapshot: Path, version: int) -> None:
+    async def _load(self, replica: EngineReplica, snapshot: Path, version: int) -> None:
         assert self._dialect.load is not None
         reply = await self._post(replica, *self._dialect.load(str(snapshot), version))
         if not self._dialect.loaded(reply, version):
             raise EngineError(f"{replica.name} did not load weights version {version}: {str(reply)[:300]}")
         await self._renew(replica, version)
 
-    async def _renew(self, replica: Replica, version: int) -> None:
+    async def _renew(self, replica: EngineReplica, version: int) -> None:
         """Drops the server's prefix cache and sets its name for the new weights."""
         await asyncio.gather(self._forget(replica), self._label(replica, version))
 
-    async def _forget(self, replica: Replica) -> None:
+    async def _forget(self, replica: EngineReplica) -> None:
         if self._dialect.forget is not None:
             await self._post(replica, *self._dialect.forget)
 
-    async def _label(self, replica: Replica, version: int) -> None:
+    async def _label(self, replica: EngineReplica, version: int) -> None:
         if self._dialect.label is None or replica.label is None:
             return
         try:

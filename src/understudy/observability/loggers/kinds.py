@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from understudy.observability.loggers.traces import KeptRows, OtlpSpans, kept_id
+from understudy.observability.loggers.traces import OtlpSpans, TracedRows, kept_id
 
 PROJECT = "understudy"
 
@@ -87,11 +87,11 @@ def trackio_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_
         for key, value in facts.items()
     }
     run = trackio.init(project=PROJECT, name=run_name, config=config, resume="allow", embed=False)
-    return _Trackio(run, KeptRows(folder.parents[1], folder), trackio.Trace)
+    return _Trackio(run, TracedRows(folder.parents[1], folder), trackio.Trace)
 
 
 class _Trackio:
-    def __init__(self, run: Any, rows: KeptRows, trace: Any) -> None:
+    def __init__(self, run: Any, rows: TracedRows, trace: Any) -> None:
         self._run, self._rows, self._trace = run, rows, trace
         self._step = 0
 

@@ -40,7 +40,7 @@ class RowTrace:
     facts: dict[str, Any]
 
 
-class KeptRows:
+class TracedRows:
     """New rows of RUN/kept_rows, step by step. One thread."""
 
     def __init__(self, run: Path, folder: Path) -> None:

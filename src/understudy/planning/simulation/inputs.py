@@ -57,7 +57,7 @@ class Costs:
     publish: float = 0.0
 
 
-class Batching(StrEnum):
+class SimulatedBatching(StrEnum):
     COMPOSED = "composed"
     """An empty engine takes a batch, and returns it when the batch's last row has ended."""
     CONTINUOUS = "continuous"
@@ -75,7 +75,7 @@ class Work:
     """Sessions per prompt."""
     max_batch: int = 128
     """Maximum rows in one engine."""
-    batching: Batching = Batching.CONTINUOUS
+    batching: SimulatedBatching = SimulatedBatching.CONTINUOUS
 
 
 @dataclass(frozen=True, slots=True)

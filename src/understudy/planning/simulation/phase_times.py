@@ -27,7 +27,7 @@ from understudy.config.checks.capacity import max_prompts
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
-from understudy.planning.simulation.inputs import Batching, Costs, Prediction, Split, StepTime, Work
+from understudy.planning.simulation.inputs import Costs, Prediction, SimulatedBatching, Split, StepTime, Work
 from understudy.planning.simulation.simulate import simulate
 from understudy.planning.windows import Windows
 
@@ -114,12 +114,12 @@ def windows_of(recipe: Recipe) -> Windows:
     return Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, steps, most)
 
 
-def batching_of(recipe: Recipe) -> Batching:
+def batching_of(recipe: Recipe) -> SimulatedBatching:
     """How its engines take rows: in batches composed by key under full determinism, else one by one."""
     by_key = recipe.run.determinism == "full" or (
         recipe.run.determinism is None and recipe.trainer.mode == "sync" and recipe.rollout.engine == "hf"
     )
-    return Batching.COMPOSED if by_key else Batching.CONTINUOUS
+    return SimulatedBatching.COMPOSED if by_key else SimulatedBatching.CONTINUOUS
 
 
 def combined(runs: Sequence[MeasuredRun]) -> Costs:
@@ -241,7 +241,7 @@ def _bisect(too_low: Callable[[float], bool], low: float, high: float) -> float:
 
 def _decode(spans: _Spans, work: Work, split: Split, rows: Sequence[int]) -> StepTime:
     """One point: seconds of a decode step at this run's batch size."""
-    if work.batching is Batching.CONTINUOUS:
+    if work.batching is SimulatedBatching.CONTINUOUS:
         together = min(spans.row_seconds / spans.rolling_out / split.engines, work.max_batch)
         tokens = spans.rows * float(np.mean(work.lengths))
         return StepTime((together,), (spans.rolling_out * together * split.engines / tokens,))

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from understudy.errors import ConfigError
-from understudy.planning.simulation.inputs import Batching, Costs, Prediction, Split, Work
+from understudy.planning.simulation.inputs import Costs, Prediction, SimulatedBatching, Split, Work
 from understudy.planning.windows import Windows
 
 
@@ -163,7 +163,7 @@ class _Simulation:
             self.plan_next_end(self.engines[number])
 
     def takes_rows(self, engine: _Engine) -> bool:
-        if self.work.batching is Batching.COMPOSED:
+        if self.work.batching is SimulatedBatching.COMPOSED:
             return not engine.rows and not engine.ended
         return len(engine.rows) < self.work.max_batch
 
@@ -196,7 +196,7 @@ class _Simulation:
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-9:
             engine.ended.append(heapq.heappop(engine.rows)[1])
         self.now_running(self.running + len(engine.rows) - before)
-        if self.work.batching is Batching.CONTINUOUS or not engine.rows:
+        if self.work.batching is SimulatedBatching.CONTINUOUS or not engine.rows:
             ended, engine.ended = engine.ended, []
             self.to_handle.extend(ended)
             self.handle()

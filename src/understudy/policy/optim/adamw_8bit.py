@@ -76,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldRange:
     """Which numbers of a whole, flattened tensor this rank holds."""
 
     start: int
@@ -100,10 +100,10 @@ class Piece:
             place = end
 
 
-def piece_of(weight: torch.Tensor) -> Piece:
+def piece_of(weight: torch.Tensor) -> HeldRange:
     total = weight.numel()
     if not isinstance(weight, DTensor):
-        return Piece(0, total, total)
+        return HeldRange(0, total, total)
     mesh = weight.device_mesh
     if mesh.ndim != 1 or tuple(weight.placements) != (Shard(0),):
         raise PolicyError(f"adamw_8bit steps weights that are cut by rows, not {weight.placements}")
@@ -111,7 +111,7 @@ def piece_of(weight: torch.Tensor) -> Piece:
     edges = [min(rank * -(-rows // size), rows) * (total // rows) for rank in range(size + 1)]
     cuts = dict.fromkeys(edge // BLOCK for edge in edges[1:-1] if edge % BLOCK and edge < total)
     rank = mesh.get_local_rank()
-    return Piece(edges[rank], edges[rank + 1], total, tuple(cuts), mesh.get_group())
+    return HeldRange(edges[rank], edges[rank + 1], total, tuple(cuts), mesh.get_group())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _blocks(start: int, stop: int) -> slice:
 
 
 def _agreed_scales(
-    piece: Piece, moments: Callable[[slice], tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor
+    piece: HeldRange, moments: Callable[[slice], tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor
 ) -> list[dict[int, torch.Tensor]]:
     """The new scales of cut blocks, of the first and of the second moment: their largest magnitude over all
     ranks."""
@@ -166,7 +166,7 @@ def _agreed_scales(
 
 
 def _unpack(
-    state: dict[str, torch.Tensor], name: str, piece: Piece, part: slice, signed: bool
+    state: dict[str, torch.Tensor], name: str, piece: HeldRange, part: slice, signed: bool
 ) -> torch.Tensor:
     codes = local(state[f"{name}_codes"]).view(-1)[part]
     values = _book(signed, codes.device)[codes.int()]
@@ -176,7 +176,7 @@ def _unpack(
 def _pack(
     state: dict[str, torch.Tensor],
     name: str,
-    piece: Piece,
+    piece: HeldRange,
     part: slice,
     values: torch.Tensor,
     agreed: Mapping[int, torch.Tensor] | None,
@@ -198,13 +198,13 @@ def _pack(
     state[f"{name}_scales"][_own(piece, part)] = scales
 
 
-def _own(piece: Piece, part: slice) -> slice:
+def _own(piece: HeldRange, part: slice) -> slice:
     """The blocks of a part, counted from the piece's first."""
     blocks = _blocks(piece.start + part.start, piece.start + part.stop)
     return slice(blocks.start - piece.blocks.start, blocks.stop - piece.blocks.start)
 
 
-def _spread(scales: torch.Tensor, piece: Piece, part: slice) -> torch.Tensor:
+def _spread(scales: torch.Tensor, piece: HeldRange, part: slice) -> torch.Tensor:
     """One scale for each number of a part."""
     lead = (piece.start + part.start) % BLOCK
     return scales.repeat_interleave(BLOCK)[lead : lead + part.stop - part.start]

@@ -46,7 +46,7 @@ from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.forward.forward import Objective
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.rank_thread import RankThread
-from understudy.policy.ranks.shard import Group, is_about_a_connection
+from understudy.policy.ranks.shard import RankGroup, is_about_a_connection
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, name_columns, pack, told_of, unpack
 from understudy.policy.step import PolicySettings, StepResult
 from understudy.policy.token_watch import TokenWatch
@@ -97,7 +97,7 @@ class LeadingPolicy:
     def __init__(
         self,
         policy: Policy,
-        group: Group,
+        group: RankGroup,
         thread: RankThread | None = None,
         monitor: RankMonitor | None = None,
     ) -> None:
@@ -345,7 +345,7 @@ class LeadingPolicy:
 def follow(
     policy: Policy,
     objective: Objective,
-    group: Group,
+    group: RankGroup,
     refuse: Callable[[int, str], None] | None = None,
     open_rows: Callable[[str], RowSource] | None = None,
 ) -> None:
@@ -421,7 +421,7 @@ def _execute(
             heads[head["name"]] = TeacherHead(weight_VH=weight_VH, bias_V=bias_V, **head["facts"])
 
 
-def _broadcast(group: Group, message: bytes | None = None) -> bytes | memoryview:
+def _broadcast(group: RankGroup, message: bytes | None = None) -> bytes | memoryview:
     """Broadcasts rank 0's bytes; returns them on every rank."""
     size = torch.tensor([len(message) if message is not None else 0])
     dist.broadcast(size, src=0, group=group.host)

@@ -86,7 +86,7 @@ class SingleRank:
         return [message]
 
 
-class Group:
+class RankGroup:
     """The ranks of the default process group; see `join`."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -144,7 +144,7 @@ class Group:
         return [json.loads(text) for text in self.gathered(json.dumps(value).encode())]
 
 
-def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:
+def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> RankGroup:
     """Makes this process rank `rank` of `size`. `rendezvous` is `tcp://127.0.0.1:PORT` or `file:///PATH`,
     the same for all."""
     if not 0 <= rank < size:
@@ -153,7 +153,7 @@ def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-    return Group(device.partition(":")[0])
+    return RankGroup(device.partition(":")[0])
 
 
 def leave() -> None:

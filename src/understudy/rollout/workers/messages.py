@@ -5,11 +5,11 @@
 | `Hello` | worker | first message of a worker on another machine: token and number |
 | `Setup`, `Ready` | run, worker | what the worker needs to make loops; it has made them |
 | `Begin` | run | start a session |
-| `Done`, `Stored`, `Failed` | worker | end of a session: its trajectories; or the `RowHandler`'s answer; or an error |
+| `Done`, `Stored`, `LoopFailed` | worker | end of a session: its trajectories; or the `RowHandler`'s answer; or an error |
 | `LoopReturned` | worker | the loop has returned, the `RowHandler` computes rewards |
 | `WorkRequest`, `WorkDone` | run, worker | other work of the `RowHandler`, and its answer |
 | `CancelSession` | run | cancel a session or a work request |
-| `Generate`, `Generated` | worker, run | a generation: its context, and what was written |
+| `GenerateCall`, `Generated` | worker, run | a generation: its context, and what was written |
 | `CancelGeneration` | worker | the loop no longer waits for this generation |
 
 A message names its session by `session_id`, which the run assigns; a work request has one too. The bodies of work
@@ -94,7 +94,7 @@ class Ready(msgspec.Struct, tag=True):
     pass
 
 
-class Generate(msgspec.Struct, tag=True):
+class GenerateCall(msgspec.Struct, tag=True):
     session_id: int
     generation_id: int
     tokens: np.ndarray
@@ -135,7 +135,7 @@ class WorkDone(msgspec.Struct, tag=True):
     body: bytes
 
 
-class Failed(msgspec.Struct, tag=True):
+class LoopFailed(msgspec.Struct, tag=True):
     session_id: int
     data_error: bool
     """Whether the row is at fault and `message` is for users; otherwise the loop raised, and it is a
@@ -144,8 +144,8 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToWorker = Setup | Begin | WorkRequest | Generated | CancelSession
-ToRun = Ready | Generate | CancelGeneration | Done | LoopReturned | Stored | WorkDone | Failed
-OF_GENERATION = (Generate, Generated, CancelGeneration)
+ToRun = Ready | GenerateCall | CancelGeneration | Done | LoopReturned | Stored | WorkDone | LoopFailed
+OF_GENERATION = (GenerateCall, Generated, CancelGeneration)
 
 _from_run: frames.Decoder[ToWorker] = frames.Decoder(ToWorker)
 _from_worker: frames.Decoder[ToRun] = frames.Decoder(ToRun)

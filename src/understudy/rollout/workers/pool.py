@@ -28,7 +28,7 @@ from understudy.errors import ClusterError, ConfigError, DataError, UnderstudyEr
 from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import OpenLine, PipeWorker
-from understudy.rollout.workers.sessions import Channel, Session, Traffic, WorkerDied
+from understudy.rollout.workers.sessions import WorkerChannel, WorkerDied, WorkerSession, WorkerTraffic
 from understudy.serving.supervisor import RestartCount, Restarts
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
@@ -48,7 +48,7 @@ class WorkersLost(DataError):
     """Every attempt at a session or a work request ended with the death of its worker."""
 
 
-class SegmentRef(Protocol):
+class HeldSegment(Protocol):
     @property
     def number(self) -> int: ...
 
@@ -56,7 +56,7 @@ class SegmentRef(Protocol):
 class Segments(Protocol):
     """Names the segment that a worker writes its rows to (`WriterSegments` of the data plane)."""
 
-    def take(self, writer: int) -> SegmentRef:
+    def take(self, writer: int) -> HeldSegment:
         """The segment for one piece of work of this worker life; kept as long as the answer is referenced."""
         ...
 
@@ -66,11 +66,11 @@ class Segments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerReply:
     """A worker's answer about rows that it keeps."""
 
     body: bytes
-    segment: SegmentRef
+    segment: HeldSegment
     """The caller holds it until the rows that the body announces are adopted."""
     life: int
     """The life of the worker that keeps them."""
@@ -111,7 +111,7 @@ class LoopWorkers:
         self._open_line = open_line
         self._segments = segments
         self._lives = itertools.count(1)
-        self.traffic = Traffic()
+        self.traffic = WorkerTraffic()
         self._setup = wire.Setup(
             tokenizer=str(tokenizer),
             agent=agent,
@@ -125,7 +125,7 @@ class LoopWorkers:
             pictures=pictures,
             extra=extra,
         )
-        self._channels: list[Channel | None] = [None] * count
+        self._channels: list[WorkerChannel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
         self._notify = notify or (lambda news: None)
         self._restarts = [RestartCount(Restarts(restarts, _FIRST_PAUSE_SECONDS)) for _ in range(count)]
@@ -139,39 +139,41 @@ class LoopWorkers:
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory | LostOutput]:
-        with closing(Session(prompt, context)) as session:
+        with closing(WorkerSession(prompt, context)) as session:
             return await self._tried(
                 row_key(prompt.key, context.session), lambda channel: channel.run(session)
             )
 
-    async def run_and_store(self, prompt: Prompt, context: LoopContext) -> Answer:
+    async def run_and_store(self, prompt: Prompt, context: LoopContext) -> WorkerReply:
         """Runs a session whose trajectories the worker's `RowHandler` stores; returns its answer."""
 
-        with closing(Session(prompt, context)) as session:
+        with closing(WorkerSession(prompt, context)) as session:
 
-            async def attempt(channel: Channel) -> Answer:
+            async def attempt(channel: WorkerChannel) -> WorkerReply:
                 segment = self._segment(channel)
-                return Answer(await channel.run_and_store(session, segment.number), segment, channel.life)
+                return WorkerReply(
+                    await channel.run_and_store(session, segment.number), segment, channel.life
+                )
 
             return await self._tried(row_key(prompt.key, context.session), attempt)
 
-    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> WorkerReply:
         """Has a `RowHandler` do work, on the worker whose life is `prefer` if it is alive; repeated if the worker
         dies."""
 
-        async def attempt(channel: Channel) -> Answer:
+        async def attempt(channel: WorkerChannel) -> WorkerReply:
             segment = self._segment(channel)
-            return Answer(await channel.request_work(name, body, segment.number), segment, channel.life)
+            return WorkerReply(await channel.request_work(name, body, segment.number), segment, channel.life)
 
         return await self._tried(f"work request {name}", attempt, prefer)
 
-    def _segment(self, channel: Channel) -> SegmentRef:
+    def _segment(self, channel: WorkerChannel) -> HeldSegment:
         if self._segments is None:
             raise ConfigError("these workers were started without a RowHandler")
         return self._segments.take(channel.life)
 
     async def _tried(
-        self, what: str, attempt: Callable[[Channel], Awaitable[Result]], prefer: int | None = None
+        self, what: str, attempt: Callable[[WorkerChannel], Awaitable[Result]], prefer: int | None = None
     ) -> Result:
         for _ in range(_TRIES):
             channel = self._living(prefer) or await self._least_loaded()
@@ -188,11 +190,11 @@ class LoopWorkers:
                 return result
         raise WorkersLost(f"{what}: its worker process died {_TRIES} times")
 
-    def _did_something(self, channel: Channel) -> None:
+    def _did_something(self, channel: WorkerChannel) -> None:
         if channel in self._channels:
             self._restarts[self._channels.index(channel)].was_useful()
 
-    def _note(self, channel: Channel, problem: str) -> None:
+    def _note(self, channel: WorkerChannel, problem: str) -> None:
         if channel in self._channels:
             self._restarts[self._channels.index(channel)].problem = problem
 
@@ -209,12 +211,12 @@ class LoopWorkers:
         """Whether a start was tried."""
         return self._channels[index] is not None or self._restarts[index].problem != ""
 
-    def _living(self, life: int | None) -> Channel | None:
+    def _living(self, life: int | None) -> WorkerChannel | None:
         return next(
             (one for one in self._channels if one is not None and one.life == life and one.alive), None
         )
 
-    async def _least_loaded(self) -> Channel:
+    async def _least_loaded(self) -> WorkerChannel:
         """The worker with the fewest sessions, started if necessary. A worker that cannot be started is
         skipped for a backoff time. If none is alive, this waits until one is, or until all are given up."""
         while True:
@@ -244,7 +246,7 @@ class LoopWorkers:
         channel = self._channels[index]
         return channel.sessions if channel is not None else 0
 
-    async def _channel(self, index: int) -> Channel:
+    async def _channel(self, index: int) -> WorkerChannel:
         async with self._starting[index]:
             channel = self._channels[index]
             if channel is not None and channel.alive:
@@ -258,7 +260,9 @@ class LoopWorkers:
                 self._notify(f"{count.problem or f'rollout worker {index} is gone'}; started again ({times})")
             try:
                 line = await self._open_line(index)
-                fresh = Channel(line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended)
+                fresh = WorkerChannel(
+                    line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended
+                )
                 await fresh.begin(self._setup)
             except UnderstudyError as error:
                 count.failed(f"rollout worker {index} could not be started: {error}")

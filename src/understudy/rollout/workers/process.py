@@ -113,13 +113,13 @@ class Worker:
         self._sessions[session_id] = asyncio.create_task(self._guarded(session_id, work))
 
     async def _guarded(self, session_id: int, work: Coroutine[Any, Any, wire.ToRun]) -> None:
-        """Send the result of `work`, or `Failed`."""
+        """Send the result of `work`, or `LoopFailed`."""
         try:
             self.say(await work)
         except UnderstudyError as error:
-            self.say(wire.Failed(session_id, isinstance(error, DataError), str(error)))
+            self.say(wire.LoopFailed(session_id, isinstance(error, DataError), str(error)))
         except Exception:
-            self.say(wire.Failed(session_id, False, traceback.format_exc()))
+            self.say(wire.LoopFailed(session_id, False, traceback.format_exc()))
         finally:
             self._sessions.pop(session_id, None)
 
@@ -136,7 +136,7 @@ class Worker:
         generation_id, context = self._asked, np.asarray(tokens).astype(np.int32, copy=False)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._generations[generation_id] = answer
-        self.say(wire.Generate(session_id, generation_id, context, sampling, turn, list(media)))
+        self.say(wire.GenerateCall(session_id, generation_id, context, sampling, turn, list(media)))
         point("worker.asked")
         try:
             generation = await answer

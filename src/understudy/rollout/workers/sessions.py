@@ -30,7 +30,7 @@ class WorkerDied(Exception):
 
 
 @dataclass(slots=True)
-class Traffic:
+class WorkerTraffic:
     """Bytes exchanged between the run and its workers so far."""
 
     sent: int = 0
@@ -39,7 +39,7 @@ class Traffic:
     """The part of both that is about generations, including tokens that pass through the run."""
 
 
-class Session:
+class WorkerSession:
     """One session of a prompt, over all its attempts. Used on the run's event loop; call `close` last."""
 
     def __init__(self, prompt: Prompt, context: LoopContext) -> None:
@@ -76,18 +76,23 @@ class Session:
                 one.exception()  # an error that no attempt waited for
 
 
-class Channel:
+class WorkerChannel:
     """The connection to one worker process, with its open sessions and work requests. Used on the run's event loop;
     a task reads the worker's messages."""
 
     def __init__(
-        self, line: WorkerConnection, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
+        self,
+        line: WorkerConnection,
+        name: str,
+        life: int,
+        traffic: WorkerTraffic,
+        on_end: Callable[[int], None],
     ) -> None:
         self._line, self._name, self.life = line, name, life
         self._traffic, self._on_end = traffic, on_end
         self._next = 0
         self._results: dict[int, asyncio.Future[Any]] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._generating: dict[int, dict[int, tuple[asyncio.Task[Generation], asyncio.Task[None]]]] = {}
         """By session and generation id: the generation, and the task that sends it to the worker."""
         self._listener: asyncio.Task[None] | None = None
@@ -122,11 +127,11 @@ class Channel:
     def sessions(self) -> int:
         return len(self._results)
 
-    async def run(self, session: Session) -> list[Trajectory | LostOutput]:
+    async def run(self, session: WorkerSession) -> list[Trajectory | LostOutput]:
         outputs: list[Trajectory | LostOutput] = await self._session(session, None)
         return outputs
 
-    async def run_and_store(self, session: Session, segment: int) -> bytes:
+    async def run_and_store(self, session: WorkerSession, segment: int) -> bytes:
         body: bytes = await self._session(session, segment)
         return body
 
@@ -135,7 +140,7 @@ class Channel:
         answer: bytes = await self._answer(session_id, wire.WorkRequest(session_id, name, body, segment))
         return answer
 
-    async def _session(self, session: Session, segment: int | None) -> Any:
+    async def _session(self, session: WorkerSession, segment: int | None) -> Any:
         session_id, context = self._number(), session.context
         self._sessions[session_id] = session
         begin = wire.Begin(
@@ -184,7 +189,7 @@ class Channel:
             self._traffic.received += size
             if isinstance(message, wire.OF_GENERATION):
                 self._traffic.generation += size
-            if isinstance(message, wire.Generate):
+            if isinstance(message, wire.GenerateCall):
                 if message.session_id in self._sessions:
                     self._generate(message)
             elif isinstance(message, wire.CancelGeneration):
@@ -197,7 +202,7 @@ class Channel:
                     session.context.loop_returned(message.outputs)
             elif isinstance(message, wire.Stored | wire.WorkDone):
                 self._settle(message.session_id, message.body)
-            elif isinstance(message, wire.Failed):
+            elif isinstance(message, wire.LoopFailed):
                 text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
                 self._settle(message.session_id, DataError(text))
         how = await self._line.ended()
@@ -205,14 +210,14 @@ class Channel:
         for session_id in list(self._results):
             self._settle(session_id, WorkerDied(f"{self._name} (pid {self.pid}) {how}"))
 
-    def _generate(self, message: wire.Generate) -> None:
+    def _generate(self, message: wire.GenerateCall) -> None:
         session = self._sessions[message.session_id]
         generation = session.generation(message.tokens, message.sampling, message.turn, message.media)
         answering = asyncio.create_task(self._answer_with(session, message, generation))
         self._generating.setdefault(message.session_id, {})[message.generation_id] = (generation, answering)
 
     async def _answer_with(
-        self, session: Session, message: wire.Generate, generation: asyncio.Task[Generation]
+        self, session: WorkerSession, message: wire.GenerateCall, generation: asyncio.Task[Generation]
     ) -> None:
         try:
             written = await asyncio.shield(generation)

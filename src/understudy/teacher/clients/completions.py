@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from understudy.errors import TeacherError, TeacherReplyError
-from understudy.teacher.clients.http import Channel, RequestRefused
+from understudy.teacher.clients.http import RequestRefused, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
     first_of,
@@ -32,7 +32,7 @@ from understudy.teacher.clients.prompt_logprobs import (
     from_return_logprob,
 )
 from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
-from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.manifest import Limits, Manifest, RequestBatching
 from understudy.teacher.pool.together import together
 from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.types.references import ScoreRef, fetched
@@ -107,11 +107,11 @@ class CompletionsClient:
         usable: UsableIds | None = None,
         k: int = 0,
         socket: str | None = None,
-        batching: Batching = Batching.BY_ARRIVAL,
+        batching: RequestBatching = RequestBatching.BY_ARRIVAL,
     ) -> None:
         """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have. `batching`: by request if
         the server is known to compute one sequence at a time."""
-        self._channel = Channel(url, token, teacher, replica, socket=socket)
+        self._channel = TeacherChannel(url, token, teacher, replica, socket=socket)
         self._batching = batching
         self._model = model
         self._vocab_size = vocab_size

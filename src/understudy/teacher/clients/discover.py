@@ -14,7 +14,7 @@ from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.http import NoSuchRoute
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
-from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.manifest import Manifest, RequestBatching
 from understudy.teacher.pool.supervisor import Connect
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.usable_ids import UsableIds
@@ -79,7 +79,7 @@ def connect_external(
     usable: UsableIds | None = None,
     k: int = 0,
     media: MediaStore | None = None,
-    batching: Batching = Batching.BY_ARRIVAL,
+    batching: RequestBatching = RequestBatching.BY_ARRIVAL,
 ) -> Connect:
     """For `TeacherPool(connect=…)`: servers of any known kind. Vocabulary and model name are the recipe's.
 

@@ -31,11 +31,11 @@ class ReplicaTimeout(TeacherUnavailable, client.ServerTimeout):
     """The replica did not answer before the deadline."""
 
 
-class ServerFailed(TeacherError, client.ServerFailed):
+class ScoringFailed(TeacherError, client.ServerFailed):
     """The replica answered that it could not score (5xx)."""
 
 
-class Channel(ServerClient):
+class TeacherChannel(ServerClient):
     """The client of one teacher server, with the teacher and replica names for errors."""
 
     gone, timeout = TeacherUnavailable, ReplicaTimeout
@@ -72,7 +72,7 @@ class Channel(ServerClient):
         if reply.status == MISSING_MEDIA:
             return MediaMissing(f"{self.name}: {path} {told}")
         if reply.status not in REFUSALS:
-            return ServerFailed(f"{self.name}: {path} failed {told}")
+            return ScoringFailed(f"{self.name}: {path} failed {told}")
         kind = NoSuchRoute if reply.status in (404, 405) else RequestRefused
         return kind(f"{self.name}: {path} refused {told}")
 

@@ -14,7 +14,7 @@ import msgspec
 from understudy.errors import TeacherReplyError
 from understudy.media.store import MediaStore
 from understudy.serving.client import Reply
-from understudy.teacher.clients.http import Channel, MediaMissing, RequestRefused, ServerFailed
+from understudy.teacher.clients.http import MediaMissing, RequestRefused, ScoringFailed, TeacherChannel
 from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.head_frame import WireHead, decode_head
 from understudy.teacher.manifest import Manifest
@@ -68,7 +68,7 @@ class ReplicaClient:
         """`teacher`: its name in the recipe, which scores and manifest carry instead of the server's own.
         `usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary.
         `media`: the run's pictures, for a teacher that reads them."""
-        self._channel = Channel(url, token, teacher, replica)
+        self._channel = TeacherChannel(url, token, teacher, replica)
         self._usable = usable
         self._manifest: Manifest | None = None
         self._media = media
@@ -124,7 +124,7 @@ class ReplicaClient:
                 for name in names:
                     self._shown.pop(name, None)
                 if attempt + 1 == _MEDIA_ATTEMPTS:
-                    raise ServerFailed(str(error)) from error
+                    raise ScoringFailed(str(error)) from error
         raise AssertionError("unreachable")
 
     async def _show(self, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.manifest import Manifest, RequestBatching
 from understudy.types.scores import ScoreItem, TeacherScores
 
 
@@ -32,7 +32,7 @@ class ScoreCache:
     def parts(self, manifest: Manifest, items: Sequence[ScoreItem]) -> list[tuple[bytes, list[int]]]:
         """(cache key, indexes of the items it covers): one for the whole request, or one per item."""
         own = [item_digest(manifest, item) for item in items]
-        if manifest.batching is Batching.BY_REQUEST:
+        if manifest.batching is RequestBatching.BY_REQUEST:
             return [(hashlib.sha256(b"".join(own)).digest(), list(range(len(items))))]
         return [(digest, [i]) for i, digest in enumerate(own)]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
-from understudy.teacher.clients.http import ReplicaTimeout, ServerFailed
+from understudy.teacher.clients.http import ReplicaTimeout, ScoringFailed
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.balance import least_loaded
 from understudy.teacher.pool.cache import ScoreCache
@@ -303,7 +303,7 @@ class TeacherPool:
             async with replica.slots:
                 started = self._clock.now()
                 scores = await self._checked(replica, items, self._deadline(replica, attempts))
-        except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
+        except (TeacherReplyError, ScoringFailed, TeacherUnavailable) as error:
             return _Outcome(replica, None, error)
         finally:
             replica.load.end(tokens)
@@ -374,6 +374,6 @@ class TeacherPool:
 def _kind_of(error: TeacherError) -> Failure:
     if isinstance(error, TeacherReplyError):
         return Failure.BAD_REPLY
-    if isinstance(error, ServerFailed):
+    if isinstance(error, ScoringFailed):
         return Failure.SERVER
     return Failure.TIMEOUT if isinstance(error, ReplicaTimeout) else Failure.CONNECTION

@@ -12,12 +12,12 @@ from understudy.errors import TeacherError
 from understudy.media.pictures import PictureLimits
 from understudy.media.processor import PictureProcessor, PictureReader
 from understudy.nn.vision import is_vision
-from understudy.teacher.manifest import Batching, Limits, Manifest, PictureFacts
+from understudy.teacher.manifest import Limits, Manifest, PictureFacts, RequestBatching
 from understudy.teacher.replica import lockstep
 from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.replica.scoring_queue import ScoringWorker
-from understudy.teacher.replica.tensor_parallel import Place, join
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.replica.tensor_parallel import ReplicaRank, join
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
 from understudy.teacher.scoring.offload import offloaded
 from understudy.teacher.scoring.probe import PROBE_HASH
@@ -71,7 +71,7 @@ def build_worker(
             max_request_bytes=args.max_request_bytes,
             max_k=min(args.max_k, scorer.vocab if scorer.usable is None else scorer.usable.count),
         ),
-        batching=Batching(args.batching),
+        batching=RequestBatching(args.batching),
         unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
         leaves_out_ids=True,
         pictures=_picture_facts(frozen),
@@ -80,7 +80,7 @@ def build_worker(
     lanes = _lanes(args, scorer)
     if lanes > 1:
         torch.set_num_threads(1)
-    return ScoringWorker(scorer, Batching(args.batching), lanes), manifest, vocabulary, media
+    return ScoringWorker(scorer, RequestBatching(args.batching), lanes), manifest, vocabulary, media
 
 
 def _with_pictures(args: argparse.Namespace, frozen: FrozenModel) -> tuple[FrozenModel, ReplicaMedia | None]:
@@ -150,12 +150,12 @@ def _scorer(args: argparse.Namespace, frozen: FrozenModel, vocabulary: Vocabular
     options = ScorerOptions(
         max_batch_tokens=args.max_batch_tokens,
         chunk_bytes=(args.chunk_mib or (CUDA_CHUNK_MIB if on_cuda else CPU_CHUNK_MIB)) << 20,
-        layout=Layout(args.layout),
+        layout=ScoringLayout(args.layout),
         compile_layers=args.compile,
-        pictures_together=Batching(args.batching) is Batching.BY_ARRIVAL,
+        pictures_together=RequestBatching(args.batching) is RequestBatching.BY_ARRIVAL,
     )
     if args.world_size == 1:
         return Scorer(args.name, frozen, options, usable=usable)
-    place = Place(args.rank, args.world_size)
+    place = ReplicaRank(args.rank, args.world_size)
     join(place, args.rendezvous, args.device)
     return lockstep.LockstepScorer(args.name, frozen, options, place, args.device, usable)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from understudy.errors import LOST_PEER
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
-from understudy.teacher.replica.tensor_parallel import Place, shard_head, shard_layers
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.replica.tensor_parallel import ReplicaRank, shard_head, shard_layers
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.head import Head, head_of, to_wire
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions, plain_scores
@@ -28,7 +28,7 @@ from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
 
-LAYOUTS = list(Layout)
+LAYOUTS = list(ScoringLayout)
 
 
 class LockstepScorer(Scorer):
@@ -42,7 +42,7 @@ class LockstepScorer(Scorer):
         name: str,
         whole: FrozenModel,
         options: ScorerOptions,
-        place: Place,
+        place: ReplicaRank,
         device: str,
         usable: UsableIds | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from itertools import groupby
 
 import numpy as np
 
-from understudy.teacher.manifest import Batching
+from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest
 from understudy.teacher.scoring.scorer import QueuedRequest, Scorer
 from understudy.types.scores import Signal
@@ -71,7 +71,7 @@ class ScoringWorker:
     On CUDA the next batch is queued before the last one is collected, so the device never waits for Python.
     """
 
-    def __init__(self, scorer: Scorer, batching: Batching, lanes: int = 1) -> None:
+    def __init__(self, scorer: Scorer, batching: RequestBatching, lanes: int = 1) -> None:
         self.scorer = scorer
         self.batching = batching
         self.counts = WorkerCounts()
@@ -156,7 +156,7 @@ class ScoringWorker:
         stop."""
         batch: list[_Job] = []
         tokens = 0
-        most = self.scorer.options.max_batch_tokens if self.batching is Batching.BY_ARRIVAL else 1
+        most = self.scorer.options.max_batch_tokens if self.batching is RequestBatching.BY_ARRIVAL else 1
         while tokens < most:
             try:
                 job = self._jobs.get(block=not batch)

@@ -25,11 +25,11 @@ from understudy.observability.owned_folder import remove_if_abandoned
 from understudy.serving.bind import StartError
 from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
-from understudy.teacher.manifest import Batching, Limits
+from understudy.teacher.manifest import Limits, RequestBatching
 from understudy.teacher.replica.app import build_app
 from understudy.teacher.replica.assemble import build_worker, follow
 from understudy.teacher.replica.follower import Follower
-from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import DTYPES
 from understudy.teacher.scoring.offload import ALL
 from understudy.teacher.scoring.scorer import ScorerOptions
@@ -44,12 +44,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
-    parser.add_argument("--batching", default=Batching.BY_REQUEST, choices=[mode.value for mode in Batching])
+    parser.add_argument(
+        "--batching", default=RequestBatching.BY_REQUEST, choices=[mode.value for mode in RequestBatching]
+    )
     parser.add_argument("--max-batch-tokens", type=int, default=ScorerOptions().max_batch_tokens)
     parser.add_argument("--world-size", type=int, default=1, help="processes that share this replica's model")
     parser.add_argument("--rank", type=int, default=0, help="which of them this is; 0 answers requests")
     parser.add_argument("--rendezvous", default="", help="where they meet: tcp://HOST:PORT or file:///PATH")
-    parser.add_argument("--layout", default=Layout.AUTO, choices=[layout.value for layout in Layout])
+    parser.add_argument(
+        "--layout", default=ScoringLayout.AUTO, choices=[layout.value for layout in ScoringLayout]
+    )
     parser.add_argument(
         "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 2048 on CUDA"
     )

@@ -39,14 +39,14 @@ EXPERTS = "moe_tp_experts"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaRank:
     """This process's rank in its replica."""
 
     rank: int
     world: int
 
 
-def join(place: Place, rendezvous: str, device: str) -> None:
+def join(place: ReplicaRank, rendezvous: str, device: str) -> None:
     """Join the replica's process group; `rendezvous` is tcp://host:port or file:///path."""
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     if device.startswith("cuda"):
@@ -64,7 +64,7 @@ def join(place: Place, rendezvous: str, device: str) -> None:
 class RowSharded(nn.Module):
     """A linear layer that holds some of its input columns; the ranks' outputs sum to the whole output."""
 
-    def __init__(self, linear: nn.Linear, place: Place) -> None:
+    def __init__(self, linear: nn.Linear, place: ReplicaRank) -> None:
         super().__init__()
         self.weight = nn.Parameter(_part(linear.weight, 1, place), requires_grad=False)
         # One rank adds the bias; otherwise it would be added once per rank.
@@ -76,7 +76,7 @@ class RowSharded(nn.Module):
         return total
 
 
-def shard_layers(model: Any, place: Place) -> None:
+def shard_layers(model: Any, place: ReplicaRank) -> None:
     """Shard the projections of every decoder layer in place, by the model's own plan."""
     plan: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     if not plan:
@@ -106,7 +106,7 @@ def shard_layers(model: Any, place: Place) -> None:
             setattr(body.get_submodule(parent), child, RowSharded(module, place))
 
 
-def _shard_experts(name: str, experts: nn.Module, place: Place) -> None:
+def _shard_experts(name: str, experts: nn.Module, place: ReplicaRank) -> None:
     """Each rank gets a shard of every expert's inner size, so all ranks work on every token whatever its experts
     are. The ranks' outputs sum to the whole output."""
     found = dict(experts.named_parameters())
@@ -135,7 +135,7 @@ def _style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def _check_divisible(model: Any, place: Place) -> None:
+def _check_divisible(model: Any, place: ReplicaRank) -> None:
     config = model.config.get_text_config()
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, field, None)
@@ -145,12 +145,12 @@ def _check_divisible(model: Any, place: Place) -> None:
             )
 
 
-def _part(tensor: torch.Tensor, dim: int, place: Place) -> torch.Tensor:
+def _part(tensor: torch.Tensor, dim: int, place: ReplicaRank) -> torch.Tensor:
     """This rank's shard, copied so that the rest of the tensor can be freed."""
     return tensor.detach().chunk(place.world, dim)[place.rank].clone()
 
 
-def shard_head(head: Head, place: Place) -> Head:
+def shard_head(head: Head, place: ReplicaRank) -> Head:
     """This rank's rows of the head. The last shard may be shorter, never empty."""
     rows = -(-head.vocab // place.world)
     first = rows * place.rank

@@ -42,7 +42,7 @@ WORTH_SHARING = 0.1
 """The share of a request's tokens that shared prefixes must save before they are used."""
 
 
-class Layout(StrEnum):
+class ScoringLayout(StrEnum):
     AUTO = "auto"
     """Packed on CUDA; on CPU padded unless shared prefixes save enough."""
     PADDED = "padded"
@@ -51,10 +51,10 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class ScoringBatch:
     """The sequences of one forward and their layout."""
 
-    layout: Layout
+    layout: ScoringLayout
     prefix_groups: tuple[PrefixGroup, ...]
 
     @property
@@ -73,7 +73,7 @@ class Body:
     def __init__(
         self,
         frozen: FrozenModel,
-        layout: Layout,
+        layout: ScoringLayout,
         share_prefixes: bool,
         budget: int,
         pictures_together: bool = False,
@@ -84,15 +84,15 @@ class Body:
         self.budget = budget
         self._own_attention = frozen.model.config._attn_implementation
         self.rotary_border = frozen.rotary_border
-        if layout is Layout.AUTO and self._own_attention != "sdpa":
-            self.layout = Layout.PADDED  # packing would replace the attention the user chose
+        if layout is ScoringLayout.AUTO and self._own_attention != "sdpa":
+            self.layout = ScoringLayout.PADDED  # packing would replace the attention the user chose
         if is_vision(frozen.model):
             # Packed rows and shared prefixes compare token ids, and two pictures have the same.
-            if layout is Layout.PACKED:
+            if layout is ScoringLayout.PACKED:
                 raise TeacherError(
                     f"{frozen.path} reads pictures and scores padded rows; leave the layout out"
                 )
-            self.layout = Layout.PADDED
+            self.layout = ScoringLayout.PADDED
         self._features = features_for(frozen.model, frozen.pictures, together=pictures_together)
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
@@ -103,7 +103,7 @@ class Body:
         """The longest row it serves, and the model's weights laid out for it."""
         varlen.register()
 
-    def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
+    def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[ScoringBatch]:
         """Cut the rows into micro-batches; a function of the request alone."""
         if self.rotary_border is not None:
             sides = (
@@ -117,28 +117,30 @@ class Body:
 
     def _plan_together(
         self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray
-    ) -> list[MicroBatch]:
+    ) -> list[ScoringBatch]:
         singles = [PrefixGroup((row,), 0) for row in rows]
         total = int(lengths_N[list(rows)].sum())
-        if self.layout is not Layout.PADDED and not self._too_short_to_share(len(rows), total):
+        if self.layout is not ScoringLayout.PADDED and not self._too_short_to_share(len(rows), total):
             found = self._prefix_groups(request, rows, lengths_N) if self.share_prefixes else singles
             saved = saved_tokens(found)
-            if self.layout is Layout.AUTO and self.frozen.device.type == "cpu":
+            if self.layout is ScoringLayout.AUTO and self.frozen.device.type == "cpu":
                 packed = saved > WORTH_SHARING * total + CPU_SEGMENT_COST * (len(rows) + len(found))
             else:
                 packed = True
-                found = found if self.layout is Layout.PACKED or saved > WORTH_SHARING * total else singles
+                found = (
+                    found if self.layout is ScoringLayout.PACKED or saved > WORTH_SHARING * total else singles
+                )
             if packed:
                 grouped = self._groups and not any(group.shared for group in found)
                 sizes_N = rounded_lengths(lengths_N) if grouped else lengths_N
                 batches = split_to_budget(found, sizes_N, self.budget)
-                return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
+                return [ScoringBatch(ScoringLayout.PACKED, tuple(batch)) for batch in batches]
         members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
-        return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
+        return [ScoringBatch(ScoringLayout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
 
     def _too_short_to_share(self, rows: int, total: int) -> bool:
         """Whether even one prefix shared by all rows would not pay, so that the search can be skipped."""
-        if self.layout is not Layout.AUTO or self.frozen.device.type != "cpu":
+        if self.layout is not ScoringLayout.AUTO or self.frozen.device.type != "cpu":
             return False
         return total <= WORTH_SHARING * total + CPU_SEGMENT_COST * (rows + 1)
 
@@ -153,13 +155,13 @@ class Body:
     def states(
         self,
         request: ScoreRequest,
-        batch: MicroBatch,
+        batch: ScoringBatch,
         lengths_N: np.ndarray,
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
         """[P, H]: the states at `positions_P`, which are listed per sequence in the order of `batch.rows`."""
-        if batch.layout is Layout.PACKED:
+        if batch.layout is ScoringLayout.PACKED:
             return self._packed_states(request, batch, lengths_N, positions_P, counts_B)
         return self._padded_states(request, batch.rows, lengths_N, positions_P, counts_B)
 
@@ -232,7 +234,7 @@ class Body:
     def _packed_states(
         self,
         request: ScoreRequest,
-        batch: MicroBatch,
+        batch: ScoringBatch,
         lengths_N: np.ndarray,
         positions_P: np.ndarray,
         counts_B: np.ndarray,

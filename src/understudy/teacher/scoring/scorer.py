@@ -22,7 +22,7 @@ from understudy.errors import TeacherError
 from understudy.nn.grouped_attention import ROUND
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
-from understudy.teacher.scoring.body import Body, Layout
+from understudy.teacher.scoring.body import Body, ScoringLayout
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.packing import as_slice, ragged_ranges
@@ -44,7 +44,7 @@ class ScorerOptions:
     """The most tokens of one forward, including padding."""
     chunk_bytes: int = 64 << 20
     """The largest fp32 logits chunk the head may hold."""
-    layout: Layout = Layout.AUTO
+    layout: ScoringLayout = ScoringLayout.AUTO
     share_prefixes: bool = True
     compile_layers: bool = False
     """torch.compile for each decoder layer: faster on GPUs, costs some seconds at start."""
@@ -271,9 +271,9 @@ class Scorer:
         items = probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
         theirs = self._expected()
         wanted = self.body.layout
-        self.body.layout = Layout.PADDED
+        self.body.layout = ScoringLayout.PADDED
         self._check_same(self.score(request_of(items)).sampled_P, theirs)
-        if wanted is not Layout.PADDED:
+        if wanted is not ScoringLayout.PADDED:
             self._try_packing(wanted, items, theirs)
         if is_uniform(theirs, self.vocab):
             raise TeacherError(
@@ -301,17 +301,17 @@ class Scorer:
             rows[:, : length // 2] = rows[0, : length // 2]
             self.score(request_of([probe_item(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
 
-    def _try_packing(self, wanted: Layout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
-        self.body.layout = Layout.PACKED
+    def _try_packing(self, wanted: ScoringLayout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
+        self.body.layout = ScoringLayout.PACKED
         try:
             self._check_same(self.score(request_of(items)).sampled_P, theirs)
         except (TeacherError, TypeError, ValueError, RuntimeError) as error:
-            if wanted is Layout.PACKED:
+            if wanted is ScoringLayout.PACKED:
                 raise TeacherError(
                     f"teacher {self.name}: {self.frozen.path} cannot be scored packed: {error}"
                 ) from error
             log.warning("%s is scored padded, packing fails: %s", self.frozen.path, error)
-            self.body.layout = Layout.PADDED
+            self.body.layout = ScoringLayout.PADDED
         else:
             self.body.layout = wanted
 

@@ -25,7 +25,7 @@ from understudy.observability.faults import point
 from understudy.rollout.dataset import Dataset
 from understudy.trainers.checkpoints import record_step, save_despite
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
-from understudy.trainers.evaluation.evaluator import Failure
+from understudy.trainers.evaluation.evaluator import FailedAnswer
 from understudy.trainers.models import load_model
 from understudy.trainers.produce.produce import routing_value
 from understudy.trainers.stopping import Abandoned, Interrupts
@@ -105,7 +105,7 @@ def _reward(trajectory: Trajectory, failed: float = 0.0) -> float:
     return failed if trajectory.reward is None else float(trajectory.reward)
 
 
-async def _dead_letter(producer: Producer, step: int, failures: Sequence[Failure], who: str) -> None:
+async def _dead_letter(producer: Producer, step: int, failures: Sequence[FailedAnswer], who: str) -> None:
     """Issues and dead-letters each failed answer, so that it is in the dead-letter file and an audit still
     balances."""
     for failure in failures:

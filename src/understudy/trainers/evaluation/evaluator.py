@@ -37,7 +37,7 @@ def ignore(answers: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedAnswer:
     """An answer that counts as unsolved because its agent loop or its reward failed."""
 
     prompt: Prompt
@@ -71,7 +71,7 @@ class Evaluator:
     deadline_seconds: float
     """For an agent loop without its waits for the engine, and again for the reward."""
     seed: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedAnswer] = field(default_factory=list)
     """The failures of all answers so far, in order of problem and session. Their trajectories have no
     reward."""
 
@@ -98,7 +98,7 @@ class Evaluator:
         broken: list[Exception] = []
         """Engine errors that no problem caused, such as a lack of memory."""
 
-        async def one(prompt: Prompt, session: int, cohort: BatchByKey) -> Trajectory | Failure:
+        async def one(prompt: Prompt, session: int, cohort: BatchByKey) -> Trajectory | FailedAnswer:
             async def generate(
                 tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
             ) -> Generation:
@@ -143,20 +143,20 @@ class Evaluator:
                     if any(error is one for one in broken):
                         raise
                     late = timed(error, clock, f"{what} timed out: {prompt.key}", limit)
-                    return Failure(prompt, asked, session, late, written)
+                    return FailedAnswer(prompt, asked, session, late, written)
 
         answers: list[Trajectory] = []
         for start in range(0, len(pairs), self.max_batch):
             chunk = pairs[start : start + self.max_batch]
             cohort = BatchByKey(len(chunk))
             found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
-            self.failures.extend(entry for entry in found if isinstance(entry, Failure))
-            answers += [unrewarded(entry) if isinstance(entry, Failure) else entry for entry in found]
+            self.failures.extend(entry for entry in found if isinstance(entry, FailedAnswer))
+            answers += [unrewarded(entry) if isinstance(entry, FailedAnswer) else entry for entry in found]
             advance(len(chunk))
         return answers
 
 
-def unrewarded(failure: Failure) -> Trajectory:
+def unrewarded(failure: FailedAnswer) -> Trajectory:
     """The trajectory of a failed answer, without a reward: the tokens that were written, or none."""
     if failure.written is not None:
         return replace(failure.written, reward=None)

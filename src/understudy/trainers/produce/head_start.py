@@ -18,7 +18,7 @@ import torch
 
 from understudy.policy.policy import Policy
 from understudy.trainers.learn.prepare import rows_of_updates
-from understudy.trainers.produce.rollouts import Failed, Output
+from understudy.trainers.produce.rollouts import FailedOutput, Output
 from understudy.trainers.system import Learner
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -37,7 +37,7 @@ class HeadStartTrigger:
 
     def saw(self, rows: Sequence[Output]) -> None:
         """Called with all outputs of one sample."""
-        here = [None if isinstance(row, Failed) else row.here for row in rows]
+        here = [None if isinstance(row, FailedOutput) else row.here for row in rows]
         found = [row for row in here if row is not None]
         if len(found) < len(rows):
             return

@@ -36,8 +36,8 @@ from understudy.trainers.produce.aligned import aligned_scores, counted
 from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
 from understudy.trainers.produce.group_outputs import GroupOutputs
 from understudy.trainers.produce.head_start import HeadStartTrigger, head_start_of
-from understudy.trainers.produce.rollouts import Failed, Output, RolledOut
-from understudy.trainers.produce.row_journal import RowJournal, Written
+from understudy.trainers.produce.rollouts import FailedOutput, Output, RolledOut
+from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.produce.session import roll_out
 from understudy.trainers.row_columns import PARTITION, SCORED, own_prompt_column, score_columns
 from understudy.trainers.system import Learner, Producer
@@ -193,8 +193,8 @@ async def _complete(
     `safe` is done when the rollout is in the journal. There is no deadline: a teacher that does not answer is
     waited for.
     """
-    scores, failure = None, output.error if isinstance(output, Failed) else None
-    if producer.teachers.router is not None and not isinstance(output, Failed):
+    scores, failure = None, output.error if isinstance(output, FailedOutput) else None
+    if producer.teachers.router is not None and not isinstance(output, FailedOutput):
         try:
             async with _gate(producer):
                 scores = await _score(producer, prompt, output, gather, facts)
@@ -207,7 +207,7 @@ async def _complete(
     elif scores is not None:
         own = _prompt_columns(producer, prompt, scores.teacher, facts)
         await scores.record(
-            lambda arrays: journal.put(lambda: Written({output.key: {**score_columns(arrays), **own}}))
+            lambda arrays: journal.put(lambda: RowsToWrite({output.key: {**score_columns(arrays), **own}}))
         )
 
 
@@ -308,7 +308,7 @@ async def _held_outputs(producer: Producer, held: Mapping[str, RowInfo]) -> list
     outputs: list[Output] = []
     for key, row in held.items():
         if FAILED in row.tags:
-            outputs.append(Failed(key, SampleFailed(str(row.tags[FAILED]))))
+            outputs.append(FailedOutput(key, SampleFailed(str(row.tags[FAILED]))))
         elif producer.teachers.router is None or SCORED in row.columns:
             continue
         else:

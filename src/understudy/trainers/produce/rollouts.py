@@ -26,7 +26,7 @@ from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
-from understudy.trainers.produce.row_journal import RowJournal, Written
+from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, ORIGIN, PARTITION, rollout_columns, storable
 from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt
@@ -38,14 +38,14 @@ TagsOf = Callable[[float | None, str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedOutput:
     """An output that cannot be trained on, and its error."""
 
     key: str
     error: Exception
 
 
-Output = RowRef | Failed
+Output = RowRef | FailedOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ class LocalRollouts:
 
     async def _rewarded(
         self, session: Session, trajectory: Trajectory | LostOutput, seconds: float
-    ) -> Trajectory | Failed:
+    ) -> Trajectory | FailedOutput:
         """Each reward gets the time that the loop left, so that one hanging reward fails its own output
         only."""
         if isinstance(trajectory, LostOutput):
-            return Failed(trajectory.key, DataError(trajectory.reason))
+            return FailedOutput(trajectory.key, DataError(trajectory.reason))
         key, clock = trajectory.key, asyncio.timeout(seconds)
         try:
             with self.spans.span("reward", key=key), self.timings.during(key, "reward"):
@@ -142,21 +142,21 @@ class LocalRollouts:
                     return storable(await self.rewards.score(session.prompt, trajectory))
         except Exception as error:
             what = f"reward {self.rewards.names} timed out: {key}"
-            return Failed(key, own_fault(timed(error, clock, what, session.limit)))
+            return FailedOutput(key, own_fault(timed(error, clock, what, session.limit)))
 
-    def _journal(self, session: Session, outputs: Sequence[Trajectory | Failed]) -> Awaitable[None]:
+    def _journal(self, session: Session, outputs: Sequence[Trajectory | FailedOutput]) -> Awaitable[None]:
         """If the session's group was removed meanwhile (a sibling failed, or there was no signal), its rows are
         dropped. They are scored all the same: their speed relative to their siblings must not decide what else is in a teacher's batch."""
 
-        def write() -> Written:
+        def write() -> RowsToWrite:
             rows: dict[str, Mapping[str, Any]] = {}
             tags = {}
             for one in outputs:
-                if isinstance(one, Failed):
+                if isinstance(one, FailedOutput):
                     rows[one.key], tags[one.key] = {}, session.tags_of(None, reason_of(one.error))
                 else:
                     rows[one.key], tags[one.key] = rollout_columns(one), session.tags_of(one.reward, "")
-            return Written(rows, tags)
+            return RowsToWrite(rows, tags)
 
         return session.journal.put(write)
 

@@ -24,7 +24,7 @@ Tags = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RowsToWrite:
     """The columns and tags that are written for one sample."""
 
     rows: Mapping[str, Columns]
@@ -35,7 +35,7 @@ class Written:
 class _Sample:
     """A sample whose rows wait to be written, and the future of its `put`."""
 
-    write: Callable[[], Written]
+    write: Callable[[], RowsToWrite]
     safe: asyncio.Future[None]
 
 
@@ -48,7 +48,7 @@ class RowJournal:
         self._open: list[_Sample] = []
         self._writing: set[asyncio.Task[None]] = set()
 
-    def put(self, write: Callable[[], Written]) -> asyncio.Future[None]:
+    def put(self, write: Callable[[], RowsToWrite]) -> asyncio.Future[None]:
         """Writes all rows of a sample, or further columns of them. `write` is called in the next turn to lay
         them out.
 
@@ -66,7 +66,7 @@ class RowJournal:
         task.add_done_callback(self._writing.discard)
 
     async def _write(self, samples: Sequence[_Sample]) -> None:
-        written: list[tuple[_Sample, Written]] = []
+        written: list[tuple[_Sample, RowsToWrite]] = []
         for sample in samples:
             try:
                 written.append((sample, sample.write()))
@@ -83,7 +83,7 @@ class RowJournal:
             for sample, _ in written:
                 _settle(sample, trouble)
 
-    async def _put(self, written: Sequence[Written]) -> None:
+    async def _put(self, written: Sequence[RowsToWrite]) -> None:
         rows = {key: columns for one in written for key, columns in one.rows.items()}
         tags = {key: told for one in written for key, told in one.tags.items()}
         try:
@@ -95,7 +95,7 @@ class RowJournal:
                 with suppress(LeaseLost):
                     await self._put_one(one, held)
 
-    async def _put_one(self, one: Written, held: Collection[str]) -> None:
+    async def _put_one(self, one: RowsToWrite, held: Collection[str]) -> None:
         """A sample's rows in one write. If some are settled (their session is rolled out again), only those
         in flight."""
         try:

@@ -17,11 +17,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving import frames
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
-from understudy.teacher.manifest import Batching
+from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
+from understudy.teacher.manifest import RequestBatching
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -57,7 +57,7 @@ class KeptRow(msgspec.Struct):
     """The student's candidate ids per loss-bearing token; 0 if the recipe needs none."""
     reward: float | None
     seconds: dict[str, float]
-    written: Written
+    written: WrittenRow
     failed: str = ""
     """Why the row cannot be trained on. If set, none of its columns were written."""
 
@@ -71,7 +71,7 @@ class External(msgspec.Struct, frozen=True):
     backend: str
     k: int = 0
     """The recipe's K, tried first when the client probes how many logprobs the server returns."""
-    batching: Batching = Batching.BY_ARRIVAL
+    batching: RequestBatching = RequestBatching.BY_ARRIVAL
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class ItemScores(msgspec.Struct, omit_defaults=True):
 
     key: str
     teacher: str
-    written: Written | None = None
+    written: WrittenRow | None = None
     scores: TeacherScores | None = None
     """Of an inline item: the logprobs of its tokens, which are returned and not stored."""
     version: int = -1
@@ -135,7 +135,7 @@ ROWS = "rows"
 TROUBLES: dict[str, type[TeacherError]] = {
     "reply": TeacherReplyError,
     "timeout": ReplicaTimeout,
-    "server": ServerFailed,
+    "server": ScoringFailed,
     "refused": RequestRefused,
     "unavailable": TeacherUnavailable,
     "teacher": TeacherError,

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import LeaseLost
 from understudy.trainers.row_columns import CANDIDATES
 from understudy.types.batch import BatchMeta
-from understudy.types.references import Place
+from understudy.types.references import RowPlace
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
@@ -32,12 +32,12 @@ class RemotePlane:
     rows_fetched: int = 0
     """Rows whose tokens the trainer's process read to ask a teacher itself."""
 
-    async def read(self, key: str, written: Written | None, names: Sequence[str]) -> list[np.ndarray]:
+    async def read(self, key: str, written: WrittenRow | None, names: Sequence[str]) -> list[np.ndarray]:
         """Columns of one row. With `written` they are read even if the ledger has removed the row meanwhile: what
         is asked of a teacher must not depend on how fast a row is relative to its siblings."""
         self.rows_fetched += 1
         if written is not None:
-            cells = await self.plane.cells(Written({name: written.cells[name] for name in names}))
+            cells = await self.plane.cells(WrittenRow({name: written.cells[name] for name in names}))
             return [np.asarray(cells[name]) for name in names]
         columns = await self.plane.get(BatchMeta(self.partition, (key,)), names)
         return [np.asarray(columns[name][0]) for name in names]
@@ -58,9 +58,9 @@ class RemoteRow:
     first: int
     """The index of the first loss-bearing token."""
     candidates: int
-    place: Place
+    place: RowPlace
     rows: RemotePlane
-    written: Written | None = None
+    written: WrittenRow | None = None
     """Where its columns lie; None if an earlier launch took it into the ledger."""
 
     @property
@@ -85,9 +85,9 @@ class RemoteItem:
     first: int
     """The index of the first scored token."""
     ids_each: int
-    place: Place
+    place: RowPlace
     rows: RemotePlane
-    written: Written | None = None
+    written: WrittenRow | None = None
     own_prompt: np.ndarray | None = None
 
     @property
@@ -113,7 +113,7 @@ class RemoteScores:
     key: str
     teacher: str
     signal: Signal
-    written: Written
+    written: WrittenRow
     segment: Any
     """Held until the ledger has recorded the scores."""
     rows: RemotePlane

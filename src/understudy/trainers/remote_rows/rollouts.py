@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 
 from understudy.config import DataPlaneConfig
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.trainers.produce.failures import SampleFailed, timed
-from understudy.trainers.produce.rollouts import Failed, RolledOut, Session
+from understudy.trainers.produce.rollouts import FailedOutput, RolledOut, Session
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.batches import address_of
 from understudy.trainers.remote_rows.references import RemotePlane, RemoteRow
 from understudy.trainers.row_columns import CANDIDATES, SIZES
 from understudy.types.batch import BatchMeta
-from understudy.types.references import Place
+from understudy.types.references import RowPlace
 
 MODULE = "understudy.trainers.remote_rows.worker"
 
@@ -88,12 +88,12 @@ class RemoteRollouts:
             raise timed(error, clock, f"{what} timed out: {session.key}", limit) from error
         return RolledOut([self._output(row, answer.life) for row in kept])
 
-    def _output(self, row: wire.KeptRow, maker: int) -> RemoteRow | Failed:
+    def _output(self, row: wire.KeptRow, maker: int) -> RemoteRow | FailedOutput:
         self.timings.add(row.key, row.seconds)
         if row.failed:
-            return Failed(row.key, SampleFailed(row.failed))
+            return FailedOutput(row.key, SampleFailed(row.failed))
         self.timings.lengths(row.key, row.tokens, row.loss)
-        place = Place(maker, row.written.mark)
+        place = RowPlace(maker, row.written.mark)
         return RemoteRow(
             row.key, row.tokens, row.loss, row.first, row.candidates, place, self.rows, row.written
         )
@@ -110,7 +110,7 @@ class RemoteRollouts:
             await plane.adopt(partition, rows, tags)
         except LeaseLost:
             held = await plane.list(partition)
-            left = {key: Written(one.cells) for key, one in rows.items() if key in held}
+            left = {key: WrittenRow(one.cells) for key, one in rows.items() if key in held}
             with suppress(LeaseLost):
                 if left:
                     await plane.adopt(partition, left, {key: tags[key] for key in left})
@@ -128,7 +128,7 @@ class RemoteRollouts:
             mark = there.marks.get("tokens", ("",))[0]
         mask = np.asarray((await plane.get(meta, ("loss_mask",)))["loss_mask"][0])
         first = int(mask.argmax()) if mask.any() else len(mask)
-        return RemoteRow(key, sizes["tokens"], sizes["loss"], first, width, Place(mark=mark), self.rows)
+        return RemoteRow(key, sizes["tokens"], sizes["loss"], first, width, RowPlace(mark=mark), self.rows)
 
     def metrics(self) -> dict[str, float]:
         traffic, uploads = self.workers.traffic, self.rows.plane.uploads

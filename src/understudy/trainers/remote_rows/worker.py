@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.engines.base import Sampling
 from understudy.errors import RowsUnreachable, TeacherError
 from understudy.media.store import MediaStore
@@ -100,14 +100,16 @@ class RemoteRowHandler:
             self._at_hand.put(one, written[key].mark)
         return wire.encode(
             [
-                wire.KeptRow(one.key, 0, 0, 0, 0, None, seconds[one.key], Written({}), failed=failed[one.key])
+                wire.KeptRow(
+                    one.key, 0, 0, 0, 0, None, seconds[one.key], WrittenRow({}), failed=failed[one.key]
+                )
                 if one.key in failed
                 else self._kept(rewarded[one.key], seconds[one.key], written[one.key])
                 for one in trajectories
             ]
         )
 
-    def _kept(self, one: Trajectory, seconds: dict[str, float], written: Written) -> wire.KeptRow:
+    def _kept(self, one: Trajectory, seconds: dict[str, float], written: WrittenRow) -> wire.KeptRow:
         return wire.KeptRow(
             one.key, one.length, one.loss_length, one.first, one.candidates, one.reward, seconds, written
         )

@@ -8,7 +8,7 @@ import pytest
 
 from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.journal.spill import SpillFiles
-from understudy.dataplane.transfer_queue.segments import SegmentWriter, WriterSegments, Written
+from understudy.dataplane.transfer_queue.segments import SegmentWriter, WriterSegments, WrittenRow
 
 
 def on_disk(folder: Path) -> list[int]:
@@ -74,12 +74,12 @@ def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
     writer_segments = WriterSegments(spill, most_bytes=100)
     number = writer_segments.take(1).number
     assert writer_segments.take(1).number == number
-    writer_segments.noted(Written({"x": SpillRef(number, 90, 10, 0), "reward": b"small"}))
+    writer_segments.noted(WrittenRow({"x": SpillRef(number, 90, 10, 0), "reward": b"small"}))
     after = writer_segments.take(1).number
     assert after > number
     writer_segments.roll()
     assert writer_segments.take(1).number == after, "nothing was written there yet"
-    writer_segments.noted(Written({"x": SpillRef(after, 0, 10, 0)}))
+    writer_segments.noted(WrittenRow({"x": SpillRef(after, 0, 10, 0)}))
     writer_segments.roll()
     assert writer_segments.take(1).number > after
     assert spill.reserve(b"own").segment not in on_disk(tmp_path), "the plane's own frames go elsewhere"

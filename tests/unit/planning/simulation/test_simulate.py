@@ -9,8 +9,8 @@ import pytest
 
 from understudy.errors import ConfigError
 from understudy.planning.simulation.inputs import (
-    Batching,
     Costs,
+    SimulatedBatching,
     Split,
     StepTime,
     Work,
@@ -26,8 +26,8 @@ CONSTANT = Work((100,), max_batch=32)
 COSTS = Costs(StepTime.affine(0.01, 0.001), score_row=0.02, update_fixed=0.3, update_token=0.001, publish=0.1)
 
 
-@pytest.mark.parametrize("batching", Batching)
-def test_a_sync_step_is_the_sum_of_its_phases(batching: Batching) -> None:
+@pytest.mark.parametrize("batching", SimulatedBatching)
+def test_a_sync_step_is_the_sum_of_its_phases(batching: SimulatedBatching) -> None:
     work = Work((100,), max_batch=32, batching=batching)
     found = simulate(COSTS, work, sync_windows(32, 8), Split(1, 1, 4))
     generate, score, update, publish = 100 * (0.01 + 32 * 0.001), 32 / 4 * 0.02, 0.3 + 0.001 * 3200, 0.1

@@ -14,7 +14,7 @@ import pytest
 from understudy.dataplane.base import GroupPolicy, Retain
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.errors import DataPlaneError
-from understudy.trainers.produce.row_journal import RowJournal, Written
+from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.row_columns import PARTITION
 
 
@@ -31,8 +31,8 @@ def run_with_plane(folder: Path, work: Callable[[EmbeddedDataPlane], Awaitable[N
     asyncio.run(main())
 
 
-def written(key: str, number: int) -> Callable[[], Written]:
-    return lambda: Written({key: {"tokens": np.full(number + 1, number, np.int32)}}, {key: {"n": number}})
+def written(key: str, number: int) -> Callable[[], RowsToWrite]:
+    return lambda: RowsToWrite({key: {"tokens": np.full(number + 1, number, np.int32)}}, {key: {"n": number}})
 
 
 def counted(plane: EmbeddedDataPlane, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -57,7 +57,7 @@ def test_one_put_for_all_and_everything_is_there(tmp_path: Path, monkeypatch: py
         journal = RowJournal(plane)
         await asyncio.gather(*(journal.put(written(key, i)) for i, key in enumerate(keys)))
         assert puts == [keys]
-        await journal.put(lambda: Written({keys[0]: {"teacher": "t"}}))
+        await journal.put(lambda: RowsToWrite({keys[0]: {"teacher": "t"}}))
         assert puts[1:] == [keys[:1]]
         held = await plane.list(PARTITION)
         assert {key: held[key].tags["n"] for key in keys} == {key: i for i, key in enumerate(keys)}
@@ -99,7 +99,7 @@ def test_a_sample_that_is_not_wanted_is_dropped_alone(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_cannot_be_laid_out_fails_alone(tmp_path: Path) -> None:
-    def broken() -> Written:
+    def broken() -> RowsToWrite:
         raise TypeError("no columns")
 
     async def work(plane: EmbeddedDataPlane) -> None:
@@ -118,7 +118,7 @@ def test_a_plane_that_cannot_write_is_everybodys_trouble(tmp_path: Path) -> None
     async def work(plane: EmbeddedDataPlane) -> None:
         journal = RowJournal(plane)
         await plane.issue(PARTITION, ["p_0_0", "q_0_0"], step=1)
-        nonsense = Written({"p_0_0": {"tokens": object()}})  # type: ignore[dict-item]
+        nonsense = RowsToWrite({"p_0_0": {"tokens": object()}})  # type: ignore[dict-item]
         results = await asyncio.gather(
             journal.put(lambda: nonsense), journal.put(written("q_0_0", 2)), return_exceptions=True
         )

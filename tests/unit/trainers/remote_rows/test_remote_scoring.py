@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.transfer_queue.segments import Written
+from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import ClusterError, DataPlaneError, LeaseLost, TeacherError, TeacherReplyError
-from understudy.rollout.workers.pool import Answer, WorkersLost
+from understudy.rollout.workers.pool import WorkerReply, WorkersLost
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
-from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
+from understudy.teacher.manifest import Limits, Manifest, RequestBatching
 from understudy.teacher.pool.integrity import Identity, check_row
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
@@ -28,7 +28,7 @@ from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.remote_rows.worker import RemoteRowHandler, _UnscoredRows
 from understudy.trainers.row_columns import score_columns
 from understudy.types.jagged import Jagged
-from understudy.types.references import Place, ScoreRef, fetched
+from understudy.types.references import RowPlace, ScoreRef, fetched
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 TOKENS, VOCAB = np.arange(5, dtype=np.int32), 50
@@ -70,7 +70,7 @@ class Plane:
 
 
 def remote_row(rows: RemotePlane | None = None, key: str = "row_0_0", **place: Any) -> RemoteRow:
-    return RemoteRow(key, 5, 3, 2, 2, Place(**place), rows or RemotePlane(Plane(), "train"))
+    return RemoteRow(key, 5, 3, 2, 2, RowPlace(**place), rows or RemotePlane(Plane(), "train"))
 
 
 class Workers:
@@ -79,12 +79,12 @@ class Workers:
         self.orders: list[wire.ScoreOrder] = []
         self.preferred: list[int | None] = []
 
-    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> WorkerReply:
         self.orders.append(wire.decode_order(body))
         self.preferred.append(prefer)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return Answer(wire.encode(self.answer), SimpleNamespace(number=1), 1)
+        return WorkerReply(wire.encode(self.answer), SimpleNamespace(number=1), 1)
 
 
 def ask(
@@ -104,7 +104,9 @@ def ask(
 STORED = wire.ScoreAnswer(
     [
         wire.ItemScores(
-            "row_0_0", "math", Written({"teacher": b"x", "teacher_ids": SpillRef(3, 0, 9, 1)}, ("teacher",))
+            "row_0_0",
+            "math",
+            WrittenRow({"teacher": b"x", "teacher_ids": SpillRef(3, 0, 9, 1)}, ("teacher",)),
         ),
         wire.inline_answer(
             TeacherScores("fixed tokens", "math", Signal.TOPK, np.array([-1.0, -2.0], np.float32))
@@ -157,7 +159,7 @@ def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> No
     assert not direct.asked and workers.orders[0].address.external == external
 
 
-@pytest.mark.parametrize("kind", [TeacherReplyError, ReplicaTimeout, ServerFailed, TeacherError])
+@pytest.mark.parametrize("kind", [TeacherReplyError, ReplicaTimeout, ScoringFailed, TeacherError])
 def test_a_teachers_failure_reaches_the_pool_as_what_it_was(kind: type[TeacherError]) -> None:
     with pytest.raises(kind, match="so it says") as caught:
         ask(wire.ScoreAnswer([], wire.trouble_of(kind("so it says")), "so it says"))
@@ -187,16 +189,16 @@ def test_a_row_that_is_here_keeps_its_request_here() -> None:
 def test_a_second_request_about_a_row_goes_to_any_worker() -> None:
     """Perhaps it is the row's own worker that is slow; and of the two answers each has a name of its own."""
     answers = [
-        wire.ScoreAnswer([wire.ItemScores("row_0_0", "math", Written({}, ("teacher",), mark))])
+        wire.ScoreAnswer([wire.ItemScores("row_0_0", "math", WrittenRow({}, ("teacher",), mark))])
         for mark in ("5f0c2a.2", "77aa01.1")
     ]
 
     class Slow(Workers):
-        async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+        async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> WorkerReply:
             turn = len(self.preferred)
             self.preferred.append(prefer)
             await asyncio.sleep(0.02 * turn)
-            return Answer(wire.encode(answers[turn % 2]), SimpleNamespace(number=turn), turn)
+            return WorkerReply(wire.encode(answers[turn % 2]), SimpleNamespace(number=turn), turn)
 
     async def body() -> None:
         client, _, workers = client_of(Slow(STORED))
@@ -242,8 +244,10 @@ class Pool:
         self.score = client.score
 
 
-@pytest.mark.parametrize("batching", list(Batching))
-def test_a_teacher_with_a_cache_fetches_remote_rows_and_keeps_their_scores_here(batching: Batching) -> None:
+@pytest.mark.parametrize("batching", list(RequestBatching))
+def test_a_teacher_with_a_cache_fetches_remote_rows_and_keeps_their_scores_here(
+    batching: RequestBatching,
+) -> None:
     async def body() -> None:
         client, direct, workers = client_of(Workers(STORED))
         pool = TeacherPool("math", [ReplicaSpec("0")], options=PoolOptions(cache_bytes=10**6, canary=False))
@@ -272,11 +276,11 @@ def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
         async def get(self, meta: Any, names: Sequence[str]) -> dict[str, Any]:
             raise DataPlaneError("no such row in flight")
 
-        async def cells(self, asked: Written) -> dict[str, Any]:
+        async def cells(self, asked: WrittenRow) -> dict[str, Any]:
             read.append(set(asked.cells))
             return {name: cells[name] for name in asked.cells}
 
-    written = Written(dict.fromkeys(cells, SpillRef(3, 0, 9, 1)), mark="5f0c2a.1")
+    written = WrittenRow(dict.fromkeys(cells, SpillRef(3, 0, 9, 1)), mark="5f0c2a.1")
     row = replace(remote_row(RemotePlane(Ledger(), "train")), written=written)
     found = asyncio.run(row.to_score(Signal.TOPK, 4).fetch())
     assert found.tokens.tolist() == TOKENS.tolist() and found.positions.tolist() == [2, 3, 4]
@@ -284,11 +288,11 @@ def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
 
 
 def test_stored_scores_are_read_and_recorded_by_location() -> None:
-    written = Written({"teacher": b"x"}, ("teacher",), "5f0c2a.1")
+    written = WrittenRow({"teacher": b"x"}, ("teacher",), "5f0c2a.1")
     adopted: list[Any] = []
 
     class Ledger(Plane):
-        async def cells(self, asked: Written) -> dict[str, Any]:
+        async def cells(self, asked: WrittenRow) -> dict[str, Any]:
             assert asked is written
             return {"teacher_logprobs": np.array([-1.0], np.float32), "teacher": "math"}
 

@@ -13,9 +13,9 @@ from understudy.config import RolloutConfig
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
 from understudy.planning.simulation.inputs import (
-    Batching,
     Costs,
     Prediction,
+    SimulatedBatching,
     Split,
     StepTime,
     Work,
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--prompt-tokens", type=int)
     group.add_argument(
-        "--batching", choices=[kind.value for kind in Batching], help="how an engine takes rows in"
+        "--batching", choices=[kind.value for kind in SimulatedBatching], help="how an engine takes rows in"
     )
 
 
@@ -109,7 +109,7 @@ def _measured(run: str) -> MeasuredRun:
 def show(
     windows: Windows,
     rollout: RolloutConfig,
-    batching: Batching,
+    batching: SimulatedBatching,
     options: argparse.Namespace,
     console: Console,
     *,
@@ -194,14 +194,14 @@ def _costs(options: argparse.Namespace, runs: list[MeasuredRun]) -> Costs:
 
 
 def _work(
-    options: argparse.Namespace, rollout: RolloutConfig, batching: Batching, runs: list[MeasuredRun]
+    options: argparse.Namespace, rollout: RolloutConfig, batching: SimulatedBatching, runs: list[MeasuredRun]
 ) -> Work:
     work = runs[0].work if runs else Work((rollout.max_new_tokens,), batching=batching)
     work = replace(work, n=rollout.n, max_batch=rollout.max_batch)
     if options.lengths is not None:
         work = replace(work, lengths=quantile_lengths(_quantiles(options.lengths)))
     if options.batching is not None:
-        work = replace(work, batching=Batching(options.batching))
+        work = replace(work, batching=SimulatedBatching(options.batching))
     if options.prompt_tokens is not None:
         work = replace(work, prompt_tokens=options.prompt_tokens)
     return work
