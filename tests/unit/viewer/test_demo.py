@@ -47,6 +47,16 @@ def test_it_has_everything_the_page_shows(view: RunView) -> None:
     assert {"kl", "entropy", "ratio", "loss", "weight"} <= row["measures"].keys()
 
 
+def test_it_has_the_metrics_of_a_run_of_today(view: RunView) -> None:
+    read = {
+        "actor/engine_diff",
+        "actor/distillation/student_mass",
+        "teacher/add/kl",
+        "perf/sync/trainer_idle",
+    }
+    assert read <= set(view.metric_names())
+
+
 def test_a_healthy_recorded_run_gets_no_warning(view: RunView) -> None:
     assert [one for one in view.advisories() if one["level"] == "warning"] == []
 

@@ -36,6 +36,14 @@ function candidateTable(found, token) {
     h("tbody", {}, rows, own, h("tr", { class: "quiet" }, h("td", {}, "all others (tail)"), cell(found.tail, "p"), cell(found.own_tail, "q"))));
 }
 
+// The loss of a token, the weights that wrote it, the replica that scored it.
+function origin(row, place) {
+  const { loss, version } = row.measures;
+  const { teacher, replica, teacher_version: scoredWith } = row.facts;
+  return [loss && `loss ${number(loss[place])}, `, version && `written by weights ${number(version[place])}, `,
+    teacher ? ["scored by ", quoted(teacher), replica && [", replica ", quoted(replica)], scoredWith >= 0 && `, weights ${scoredWith}`] : "not scored by a teacher"];
+}
+
 // The tokens of one row with a panel beside them; `at` focuses one written token.
 function microscope(run, row, at) {
   const names = Object.keys(row.measures);
@@ -72,9 +80,9 @@ function microscope(run, row, at) {
     fill(panel, h("h3", {}, "token ", h("code", {}, quoted(row.pieces[index] || "…")), h("span", { class: "quiet" }, ` id ${row.tokens[index]}, place ${row.first + index}`)),
       place < 0 ? h("p", { class: "quiet" }, "not written by the student: no loss, no score") : [
         best && h("p", {}, best.id === row.tokens[index] ? "The teacher agrees: " : "The teacher wanted ", h("code", {}, quoted(best.text)), ` with ${best.p.toFixed(3)}`),
+        h("p", { class: "origin" }, origin(row, place - start)),
         found && candidateTable(found, row.tokens[index]),
-        h("dl", {}, told.map(([name, value]) => [h("dt", {}, row.described[name]), h("dd", {}, number(value))])),
-        h("p", { class: "quiet" }, row.facts.teacher ? ["scored by ", quoted(row.facts.teacher), row.facts.replica && [", replica ", quoted(row.facts.replica)], row.facts.teacher_version >= 0 && `, weights of version ${row.facts.teacher_version}`] : "not scored by a teacher")]);
+        h("dl", {}, told.map(([name, value]) => [h("dt", {}, row.described[name]), h("dd", {}, number(value))]))]);
     span.setAttribute("aria-label", `${visible(row.pieces[index])}${place >= 0 && best ? `, teacher wanted ${visible(best.text)} ${best.p.toFixed(2)}` : ""}`);
   }
 
