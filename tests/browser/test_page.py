@@ -80,38 +80,6 @@ def test_hostile_text_shows_as_text_and_a_planted_disagreement_is_found(
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1440])
-def test_the_demo_opens_and_a_token_pointed_at_tells_its_story(
-    view: Callable[..., str], open_page: Callable[..., Any], width: int
-) -> None:
-    """By the pointer and by the keyboard, without scrolling the panel: the loss, the weights, the replica."""
-    address = view("--demo")
-    page = open_page(address, width)
-    page.wait_for_selector(".chart canvas")
-    assert page.inner_text(".status") == "finished" and page.locator(".chart canvas").count() >= 11
-    page.goto(f"{address}#/disagreements")
-    page.click(".worst a >> nth=0")
-    page.wait_for_selector(".panel .candidates tr")
-    offered = page.inner_text("select[aria-label='Shade tokens by']")
-    for measure in ("KL(p‖q)", "log q(y) − log p(y)", "−log p(y)", "student's entropy", "trainer's q(y) over the engine's", "weight version", "loss weight", "loss of the position"):  # fmt: skip
-        assert measure in offered
-    page.hover(".token.written >> nth=1")
-    label = page.inner_text(".panel h3")
-    until(page, lambda: page.inner_text(".panel h3") != label or page.locator(".panel .origin").count())
-    told = page.inner_text(".panel .origin")
-    assert re.fullmatch(r"loss [\d.e-]+, written by weights \d+, scored by (add|sort), replica [01]", told), (
-        told
-    )
-    shown, panel = (page.locator(place).bounding_box() for place in (".panel .origin", ".panel"))
-    assert panel["y"] <= shown["y"] and shown["y"] + shown["height"] <= panel["y"] + panel["height"]
-    assert "teacher p" in page.inner_text(".panel") and "student q" in page.inner_text(".panel")
-    page.click(".token.written >> nth=1")
-    page.keyboard.press("ArrowLeft")
-    until(page, lambda: page.inner_text(".panel h3") != label and page.inner_text(".panel .origin") != "")
-    assert fits(page)
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_fits_at_every_width(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any], width: int, scheme: str

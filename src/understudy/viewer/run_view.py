@@ -263,8 +263,9 @@ class RunView:
             )
         return self._text
 
-    def row(self, wanted: str, first: int = 0) -> dict[str, Any]:
-        """One row: its summary, its text, and, where its columns are kept, tokens with measures."""
+    def row(self, wanted: str, first: int = 0, at: int | None = None) -> dict[str, Any]:
+        """One row: its summary, its text, and, where its columns are kept, tokens with measures: those from
+        `first` on, or around written token `at`."""
         with self._lock:
             found = self._rows.find(wanted)
             if found is None:
@@ -280,7 +281,7 @@ class RunView:
             told["prompt"], told["completion"] = self._rows.text(chunk, row)
             told["prompt_sum"] = chunk.prompts[row]
         columns = self.columns(wanted)
-        return told | ({} if columns is None else token_view(columns, self.text(), first))
+        return told | ({} if columns is None else token_view(columns, self.text(), first, at))
 
     def picture(self, name: str) -> tuple[bytes, str]:
         """(bytes, type) of a picture of this run, by its hash."""

@@ -178,7 +178,9 @@ QUESTIONS: dict[str, Question] = {
     "advisories": lambda run, asked: run.advisories(),
     "waits": lambda run, asked: run.waits(),
     "rows": _rows,
-    "row": lambda run, asked: run.row(asked["id"], int(asked.get("first", 0))),
+    "row": lambda run, asked: run.row(
+        asked["id"], int(asked.get("first", 0)), int(asked["at"]) if asked.get("at") else None
+    ),
     "candidates": lambda run, asked: run.candidates(
         asked["id"], int(asked["from"]), min(int(asked["to"]), int(asked["from"]) + 64)
     ),

@@ -14,8 +14,13 @@ MOST_TOKENS = 4096
 _FACTS = ("turns", "stop_reason", "reward", "teacher", "replica", "teacher_version", "metrics")
 
 
-def token_view(columns: dict[str, Any], text: TokenText, first: int) -> dict[str, Any]:
+def token_view(columns: dict[str, Any], text: TokenText, first: int, at: int | None = None) -> dict[str, Any]:
+    """The tokens from `first` on; from further on if written token `at` would not be among them."""
     tokens, mask = np.asarray(columns["tokens"]).tolist(), np.asarray(columns["loss_mask"], bool)
+    if at is not None and 0 <= at < mask.sum():
+        place = int(np.flatnonzero(mask)[at])
+        if not first <= place < first + MOST_TOKENS:
+            first = max(0, place - MOST_TOKENS // 2)
     last = min(first + MOST_TOKENS, len(tokens))
     found = measures(columns)
     written = np.cumsum(mask) - 1
@@ -24,6 +29,8 @@ def token_view(columns: dict[str, Any], text: TokenText, first: int) -> dict[str
     return {
         "first": first,
         "length": len(tokens),
+        "page": MOST_TOKENS,
+        "turn": _turns_before(mask, first),
         "tokens": tokens[first:last],
         "pieces": text.pieces(tokens[max(0, first - 8) : last])[min(first, 8) :],
         "written": np.where(mask, written, -1)[first:last].tolist(),
@@ -68,6 +75,12 @@ def candidates(columns: dict[str, Any], text: TokenText, first: int, last: int) 
             {"place": place, "teacher": entries, "student": mine, "tail": rest, "own_tail": own_rest}
         )
     return found
+
+
+def _turns_before(mask: np.ndarray, first: int) -> int:
+    """Stretches of written tokens that end before token `first`."""
+    seen = mask[: first + 1]
+    return int((seen[:-1] & ~seen[1:]).sum())
 
 
 def _entry(text: TokenText, number: Any) -> dict[str, Any]:

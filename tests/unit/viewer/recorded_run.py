@@ -49,6 +49,21 @@ def token_columns(
     }
 
 
+def long_columns(prompt: int = 3000, turns: int = 2, written: int = 1800, tool: int = 500) -> dict[str, Any]:
+    """A row of more tokens than one answer of the server has: turns of the student, a tool's result between them. The planted
+    disagreement is the last token but ten."""
+    short = token_columns(tokens=turns * written, prompt=0, planted=turns * written - 10)
+    segments = [(prompt, False)] + [(written, True), (tool, False)] * turns
+    mask = np.concatenate([np.full(length, own) for length, own in segments[:-1]])
+    tokens = np.full(len(mask), 7, np.int32)
+    tokens[mask] = short["tokens"]
+    columns = {**short, "tokens": tokens, "loss_mask": mask, "turns": turns}
+    for name, empty in (("behaviour_logprobs", np.nan), ("weight_versions", -1)):
+        columns[name] = np.full(len(mask), empty, short[name].dtype)
+        columns[name][mask] = short[name]
+    return columns
+
+
 def summary(key: str, columns: dict[str, Any], **more: Any) -> dict[str, Any]:
     told = {
         "key": key,

@@ -226,10 +226,8 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     }
     run.waits.write_text(json.dumps(entry))
     assert main(["doctor", str(run.path)]) == 0
-    assert (
-        f"running as process {os.getpid()} on another-machine; last progress 1 s ago"
-        in capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert f"running as process {os.getpid()} on another-machine; last progress " in told
     run.waits.write_text(json.dumps({**entry, "written": time.time() - 60}))
     assert main(["doctor", str(run.path)]) == 0
     assert "its process is gone" in capsys.readouterr().out

@@ -86,10 +86,11 @@ function microscope(run, row, at) {
     span.setAttribute("aria-label", `${visible(row.pieces[index])}${place >= 0 && best ? `, teacher wanted ${visible(best.text)} ${best.p.toFixed(2)}` : ""}`);
   }
 
-  let turn = 0;
+  let { turn } = row;
+  const begins = row.written.findIndex((place) => place >= 0);
   row.tokens.forEach((token, index) => {
     const place = row.written[index];
-    const kind = place >= 0 ? "student" : index + row.first < (row.written.findIndex((one) => one >= 0) + row.first) || start > 0 && !spans.length ? "prompt" : "environment";
+    const kind = place >= 0 ? "student" : row.turn === 0 && start === 0 && (begins < 0 || index < begins) ? "prompt" : "environment";
     const before = spans.at(-1)?.dataset.kind;
     if (before !== kind) {
       if (kind === "student") turn += 1;
@@ -102,7 +103,11 @@ function microscope(run, row, at) {
     text.append(span);
   });
 
-  text.addEventListener("pointerover", (event) => { const span = event.target.closest(".token"); if (span) focus(Number(span.dataset.index), false); });
+  text.addEventListener("pointermove", (event) => {
+    const span = event.target.closest(".token");
+    const moved = event.movementX || event.movementY;  // not where the page moved under a pointer at rest
+    if (span && moved && Number(span.dataset.index) !== shown) focus(Number(span.dataset.index), false);
+  });
   text.addEventListener("click", (event) => { const span = event.target.closest(".token"); if (span) focus(Number(span.dataset.index), true); });
   text.addEventListener("focusin", (event) => { const span = event.target.closest(".token"); if (span && Number(span.dataset.index) !== shown) focus(Number(span.dataset.index), false); });
   text.addEventListener("keydown", (event) => {
@@ -136,10 +141,11 @@ function microscope(run, row, at) {
   if (!names.includes(chosen)) chosen = names.includes("kl") ? "kl" : names.includes("gap") ? "gap" : names[0] ?? "";
   const select = h("select", { "aria-label": "Shade tokens by", onchange: () => { chosen = select.value; paint(); say(row.described[chosen]); } },
     names.map((name) => h("option", { value: name, selected: name === chosen }, row.described[name])));
+  const before = row.first > 0 && h("a", { href: href("row", { run, id: row.id, first: Math.max(0, row.first - row.page) }) }, "the tokens before");
   const more = row.first + row.tokens.length < row.length && (row.cut ? h("p", { class: "quiet" }, "The report holds the first tokens of this row.") : h("a", { href: href("row", { run, id: row.id, first: row.first + row.tokens.length }) }, "the next tokens"));
   paint();
   if (spans.length) spans[0].tabIndex = 0;
-  const element = h("div", { class: "scope" }, h("div", {}, h("div", { class: "controls" }, h("label", {}, "shade by ", select), legend), text, more),
+  const element = h("div", { class: "scope" }, h("div", {}, h("div", { class: "controls" }, h("label", {}, "shade by ", select), legend), before, text, more),
     panel);
   if (!row.has_tokenizer) element.prepend(h("p", { class: "note" }, "No tokenizer was found (recipe student.model): tokens are shown as ids."));
   if (at !== undefined) setTimeout(() => focus(row.written.indexOf(Number(at)), true), 0);
@@ -147,7 +153,7 @@ function microscope(run, row, at) {
 }
 
 function facts(row) {
-  const shown = [["step", row.step], ["source", row.source], ["teacher", row.teacher], ["reward", row.reward], ["advantage", row.advantage], ["tokens written", row.tokens?.length ? row.written.filter((p) => p >= 0).length : row.line?.tokens],
+  const shown = [["step", row.step], ["source", row.source], ["teacher", row.teacher], ["reward", row.reward], ["advantage", row.advantage], ["tokens written", row.line?.tokens ?? row.written?.filter((p) => p >= 0).length],
     ["mean KL", row.kl], ["stop", row.stop_reason], ["written by", row.origin], ["turns", row.turns], ["weights", row.oldest === row.newest ? row.newest : `${row.oldest}–${row.newest}`], ["age", row.age], ["from", row.kind], ["right answer", row.line?.answer]];
   return h("dl", { class: "facts" }, shown.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : quoted(value)))));
 }
@@ -164,7 +170,7 @@ function teacherPrompts(row) {
 }
 
 async function oneRow(run, id, first, at) {
-  const row = await ask("row", { run, id, first: first ?? 0 });
+  const row = await ask("row", { run, id, first: first ?? 0, at });
   return { row, element: h("article", {}, h("h2", {}, "Row ", h("bdi", {}, row.key)), facts(row), pictures(run, row.media), teacherPrompts(row), row.pieces ? microscope(run, row, at) : conversation(row)) };
 }
 
