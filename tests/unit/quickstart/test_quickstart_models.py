@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from make_models import SCHEDULES, build_model
-from sft import Schedule, accuracy, greedy_answers, train
+from sft import SupervisedSchedule, accuracy, greedy_answers, train
 from task import Problem, addition, make_splits
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from vocabulary import build_tokenizer
@@ -108,7 +108,7 @@ def test_everything_together_stays_small(models: dict) -> None:
 def test_training_twice_gives_the_same_weights() -> None:
     tokenizer = build_tokenizer()
     problems = {"add": [addition(left, 57) for left in range(10, 60)]}
-    schedule = Schedule(steps=3, rows={"add": 8}, seed=5)
+    schedule = SupervisedSchedule(steps=3, rows={"add": 8}, seed=5)
 
     def weights() -> list[torch.Tensor]:
         model = build_model(tokenizer, schedule.seed)
