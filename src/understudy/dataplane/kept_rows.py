@@ -53,6 +53,10 @@ class _Kept:
     def bytes(self) -> int:
         return int(self.summary["length"]) + 400  # the line beside it
 
+    @property
+    def is_worst(self) -> bool:
+        return bool(self.summary["why"] == "worst")
+
 
 def place_of(step: int, key: str) -> float:
     """A number in [0, 1) that depends on the row alone."""
@@ -77,18 +81,19 @@ class RowKeeper:
     def __init__(self, folder: Path, budget: int, last_step: int | None = None) -> None:
         self._folder, self._budget = folder, budget
         folder.mkdir(parents=True, exist_ok=True)
-        self._rows: list[_Kept] = []
+        self._rows: dict[int, list[_Kept]] = {}
+        self._bytes = {False: 0, True: 0}
+        """Bytes of the sample, and of the worst rows: counted along, because a run keeps ten thousand rows."""
         for path in sorted(folder.glob("*.jsonl")):
             step = int(path.stem)
             if last_step is not None and step > last_step:
                 path.unlink()
                 path.with_suffix(".rows").unlink(missing_ok=True)
             else:
-                self._rows += [_Kept(step, summary) for summary in read_summaries(path)]
+                self._set(step, [_Kept(step, summary) for summary in read_summaries(path)])
 
     def write(self, step: int, rows: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
         """(summary, columns) of each row that `choose` named; a step that is made again replaces its files."""
-        self._rows = [one for one in self._rows if one.step != step]
         left, kept = self._budget * STEP_SHARE, []
         for summary, columns in rows:
             body = bytes(pack({name: encode(name, value) for name, value in bounded(columns).items()}))
@@ -96,8 +101,21 @@ class RowKeeper:
             if left < 0:
                 break
             kept.append((dict(summary), body))
-        self._rows += self._write_step(step, kept)
-        self._shrink()
+        self._set(step, self._write_step(step, kept))
+        if any(self._bytes[worst] > self._share(worst) for worst in self._bytes):
+            self._shrink()
+
+    def _share(self, worst: bool) -> float:
+        """Bytes of the budget that belong to the worst rows, or to the sample."""
+        return self._budget * (WORST_SHARE if worst else 1 - WORST_SHARE)
+
+    def _set(self, step: int, rows: list[_Kept]) -> None:
+        for one in self._rows.pop(step, []):
+            self._bytes[one.is_worst] -= one.bytes
+        for one in rows:
+            self._bytes[one.is_worst] += one.bytes
+        if rows:
+            self._rows[step] = rows
 
     def _write_step(self, step: int, rows: Sequence[tuple[dict[str, Any], bytes]]) -> list[_Kept]:
         path, offset, kept = self._folder / f"{step:06d}.rows", 0, []
@@ -120,25 +138,24 @@ class RowKeeper:
     def _shrink(self) -> None:
         """Drops rows until both shares are within the budget."""
         gone: set[int] = set()
-        for why, share, order in (
-            ("sample", 1 - WORST_SHARE, lambda one: place_of(one.step, one.summary["key"])),
-            ("worst", WORST_SHARE, lambda one: -float(one.summary.get("kl") or 0.0)),
+        for worst, order in (
+            (False, lambda one: place_of(one.step, one.summary["key"])),
+            (True, lambda one: -float(one.summary.get("kl") or 0.0)),
         ):
-            mine = [one for one in self._rows if (one.summary["why"] == "worst") == (why == "worst")]
-            total = sum(one.bytes for one in mine)
-            if total <= share * self._budget:
+            total, share = self._bytes[worst], self._share(worst)
+            if total <= share:
                 continue
+            mine = [one for rows in self._rows.values() for one in rows if one.is_worst == worst]
             for one in sorted(mine, key=order, reverse=True):
-                if total <= LEFT_AFTER_DROP * share * self._budget:
+                if total <= LEFT_AFTER_DROP * share:
                     break
                 total -= one.bytes
                 gone.add(id(one))
-        steps = {one.step for one in self._rows if id(one) in gone}
-        for step in sorted(steps):
-            left = [one for one in self._rows if one.step == step and id(one) not in gone]
-            bodies = [(one.summary, read_pack(self._folder, step, one.summary)) for one in left]
-            self._rows = [one for one in self._rows if one.step != step]
-            self._rows += self._write_step(step, bodies)
+        for step, rows in sorted(self._rows.items()):
+            left = [one for one in rows if id(one) not in gone]
+            if len(left) < len(rows):
+                bodies = [(one.summary, read_pack(self._folder, step, one.summary)) for one in left]
+                self._set(step, self._write_step(step, bodies))
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -52,7 +52,7 @@ export async function rollouts(box, query) {
     });
     const first = Number(asked.offset);
     const pages = h("p", { class: "pages" },
-      h("button", { type: "button", disabled: first === 0, onclick: () => go({ offset: Math.max(0, first - PAGE) }) }, "newer page"),
+      h("button", { type: "button", disabled: first === 0, onclick: () => go({ offset: Math.max(0, first - PAGE) }) }, "previous page"),
       ` rows ${found.total ? first + 1 : 0} to ${Math.min(first + PAGE, found.total)} of ${number(found.total)} `,
       h("button", { type: "button", disabled: first + PAGE >= found.total, onclick: () => go({ offset: first + PAGE }) }, "next page"),
       !found.complete && h("span", { class: "quiet" }, " reading …"));
