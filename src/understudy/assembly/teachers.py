@@ -27,6 +27,7 @@ from understudy.errors import ConfigError, TeacherError
 from understudy.media.processor import PictureReader, patching_difference
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
+from understudy.observability.report import many
 from understudy.planning.models.pairs import Side
 from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
@@ -200,7 +201,7 @@ async def start_teachers(
             teachers.launchers[name] = launcher
         teachers.pools[name] = _pool(name, teacher, teachers, student, view, remote, settings, batching)
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in settings.teachers.values())
-    view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
+    view.phase(f"starting {many(len(teachers.pools), 'teacher')}, {many(replicas, 'replica')}")
     try:
         async with asyncio.TaskGroup() as tasks:
             for name in teachers.pools:
