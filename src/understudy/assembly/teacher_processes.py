@@ -30,6 +30,8 @@ from understudy.trainers.models import resolve_device
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _VLLM_BATCH = 256
+_SPARE_LOGPROBS = 4
+"""For placeholders of pictures, which are asked for and left out."""
 _VLLM_TOKENS = 2048
 """The most tokens of one forward in vLLM, which holds the logits of all of them at once."""
 
@@ -231,7 +233,7 @@ class VLLMTeachers:
         if teacher.context_length is not None:
             words += ["--max-length", str(teacher.context_length)]
         options = [
-            f"--max-logprobs={max(self._k, 1)}",
+            f"--max-logprobs={max(self._k, 1) + _SPARE_LOGPROBS}",
             f"--max-num-batched-tokens={min(teacher.max_batch_tokens, _VLLM_TOKENS)}",
             f"--tensor-parallel-size={teacher.tensor_parallel}",
         ]

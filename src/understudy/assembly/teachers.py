@@ -255,13 +255,20 @@ def _pool(
     told = External(ids, own.fingerprint, teacher.model, teacher.backend, settings.teachers_choose)
     if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to
         told = msgspec.structs.replace(told, model=name, batching=batching)
-    connect = external_of(told, usable, student.media)
+    # Of a teacher with another tokenizer, other ids stand for pictures.
+    pictures = None if name in student.aligned else student.pictures
+    connect = external_of(told, usable, student.media, pictures)
     if remote is not None:
         connect = remote.connect(connect, told, usable)
     return TeacherPool(name, specs, launcher, options=options, connect=connect, on_event=tell)
 
 
-def external_of(told: External, usable: UsableIds | None, media: MediaStore | None = None) -> Connect:
+def external_of(
+    told: External,
+    usable: UsableIds | None,
+    media: MediaStore | None = None,
+    pictures: PictureReader | None = None,
+) -> Connect:
     return connect_external(
         told.vocab_size,
         told.vocab_fingerprint,
@@ -271,6 +278,7 @@ def external_of(told: External, usable: UsableIds | None, media: MediaStore | No
         k=told.k,
         media=media,
         batching=told.batching,
+        pictures=pictures,
     )
 
 

@@ -69,6 +69,17 @@ def decoded(data: bytes, name: str = "the picture") -> Any:
         return _pil().ImageOps.exif_transpose(image)
 
 
+def as_plain_url(data: bytes) -> str:
+    """A data URL for another program: pictures that it could turn or mix with a background become plain RGB."""
+    with _opened(data, "the picture", PictureLimits(max_pixels=1 << 40)) as image:
+        plain = image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1
+    if not plain:
+        buffer = io.BytesIO()
+        decoded(data).convert("RGB").save(buffer, format="PNG")
+        data = buffer.getvalue()
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
+
+
 def _opened(data: bytes, name: str, limits: PictureLimits) -> Any:
     pil = _pil()
     try:

@@ -235,6 +235,20 @@ class PictureReader:
         )
 
 
+def one_marker_each(
+    reader: PictureReader, key: str, tokens: np.ndarray, media: tuple[str, ...]
+) -> np.ndarray:
+    """The tokens with one placeholder for each picture, for a server that expands it itself (Qwen)."""
+    places = np.flatnonzero(tokens == reader.processor.image_token_id)
+    keep = np.ones(len(tokens), dtype=bool)
+    done = 0
+    for name in reader.within(key, tokens, media):
+        count = reader.count(name)
+        keep[places[done + 1 : done + count]] = False
+        done += count
+    return tokens[keep]
+
+
 def patching_difference(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> str:
     """In words, where two ways of cutting pictures differ; empty if they do not."""
     names = sorted({*student, *teacher})

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from understudy.config import Recipe
 from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
-from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
+from understudy.media.processor import FAMILIES, NAMES, QWEN, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
@@ -49,16 +49,25 @@ def picture_problems(
             problems.append(
                 f"{place}, which reads a prompt of its own; a prompt of its own holds no pictures"
             )
-        elif teacher.backend in ("vllm", "sglang", "openai"):
+        elif teacher.backend in ("sglang", "openai"):
             problems.append(
-                f"{place}; a teacher served by {teacher.backend} gets text only, serve it natively"
+                f"{place}; a teacher served by {teacher.backend} gets text only, serve it natively or by vLLM"
             )
+        elif teacher.backend == "vllm" and (why := _not_by_vllm(recipe, teachers.get(name))):
+            problems.append(f"{place}; a teacher served by vllm {why}, serve it natively")
         elif (folder := teachers.get(name)) is not None and (family := _family(folder)) not in FAMILIES:
             problems.append(
                 f"{place}, of the family {family}, which reads no pictures here; route such rows to a teacher of {NAMES} "
                 f"(data.teacher_key = {recipe.data.teacher_key!r})"
             )
     return problems
+
+
+def _not_by_vllm(recipe: Recipe, teacher: ModelFolder | None) -> str:
+    """Why vLLM cannot score rows with pictures; empty if it can."""
+    if teacher is not None and "vision_config" in teacher.config and _family(teacher) not in QWEN:
+        return f"gets pictures of Qwen2.5-VL and Qwen3-VL only, and its family is {_family(teacher)}"
+    return "gets no pictures from remote workers" if recipe.cluster.backend == "ray" else ""
 
 
 def _family(folder: ModelFolder) -> str:

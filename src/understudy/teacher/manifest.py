@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from understudy.media.processor import PictureReader
 from understudy.teacher import protocol
+from understudy.teacher.scoring.probe import PROBE_HASH
 from understudy.types.scores import Signal
 from understudy.types.usable_ids import UsableIds
 
@@ -44,6 +46,14 @@ class PictureFacts(msgspec.Struct, frozen=True):
     """Everything that decides the numbers a picture becomes."""
     probe_tokens: int
     """Placeholders of the picture that goes with the fixed tokens."""
+
+
+def picture_facts(reader: PictureReader) -> PictureFacts:
+    """Of a model with this processor; its store has the picture of the fixed tokens."""
+    processor = reader.processor
+    return PictureFacts(
+        processor.image_token_id, processor.patching, processor.settings, reader.count(PROBE_HASH)
+    )
 
 
 class QuantizationError(msgspec.Struct, frozen=True):

@@ -12,8 +12,10 @@ import torch
 from completion_servers import FakeCompletions, running
 from teacher_rig import TOKEN, VOCAB, random_items
 from transformers import AutoModelForCausalLM
+from vision_models import folder_of, picture, reader_of
 
 from understudy.errors import TeacherError, TeacherReplyError
+from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.discover import Backend, connect_external
@@ -289,3 +291,28 @@ def test_a_server_that_serves_something_else_is_refused(
 ) -> None:
     with pytest.raises(TeacherError, match="serves no model 'other'; it serves served"):
         using(completions(fakes["vllm"][1], model="other"), lambda c: c.manifest())
+
+
+@pytest.mark.parametrize("flavour", ["vllm", "old vllm", "echo with ids"])
+def test_a_server_that_takes_no_pictures_is_a_teacher_of_text(
+    fakes: dict[str, tuple[FakeCompletions, str]], flavour: str, tmp_path: Path
+) -> None:
+    store = MediaStore(tmp_path)
+    reader = reader_of(folder_of("qwen3_vl"), store)
+    name = store.put(picture("red"))
+    shown = np.full(reader.count(name), reader.processor.image_token_id, np.int32)
+    text = random_items(1, 3, Signal.SAMPLED)[0]
+    item = replace(
+        text,
+        tokens=np.concatenate([shown, text.tokens]),
+        positions=text.positions + len(shown),
+        media=(name,),
+    )
+
+    async def ask(client: ScoringClient) -> None:
+        assert (await client.manifest()).pictures is None
+        assert len(await client.score([text])) == 1
+        with pytest.raises(RequestRefused, match="holds pictures, and this server reads text only"):
+            await client.score([item])
+
+    using(completions(fakes[flavour][1], pictures=reader), ask)

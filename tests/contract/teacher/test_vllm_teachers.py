@@ -136,7 +136,7 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
     line = " ".join(words)
     for part in (
         f"--model {tmp_path / 'model'}", "--served-model-name big", "--dtype bfloat16", "--max-model-len 48", "--max-num-seqs 1",
-        f"--max-logprobs={K}", "--tensor-parallel-size=2", "--gpu-memory-utilization=0.4", "--no-enable-prefix-caching", "--enforce-eager",
+        f"--max-logprobs={K + 4}", "--tensor-parallel-size=2", "--gpu-memory-utilization=0.4", "--no-enable-prefix-caching", "--enforce-eager",
     ):  # fmt: skip
         assert part in line
     assert "--worker-extension-cls" not in line and "processed_logprobs" not in line

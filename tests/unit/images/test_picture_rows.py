@@ -17,7 +17,7 @@ from PIL import Image
 from vision_models import picture
 
 from understudy.errors import DataError
-from understudy.media.pictures import PictureError, PictureLimits, Pictures, hashes_in, size_of
+from understudy.media.pictures import PictureError, PictureLimits, Pictures, as_plain_url, hashes_in, size_of
 from understudy.media.store import MediaStore, hash_of
 from understudy.rollout.dataset import load_dataset
 from understudy.rollout.sources import write_rows
@@ -195,3 +195,18 @@ def test_a_stored_picture_that_was_changed_is_refused(tmp_path: Path) -> None:
         store.get(name)
     with pytest.raises(DataError, match="no hash of a picture"):
         store.get("../../etc/passwd")
+
+
+def test_a_url_for_another_program_leaves_nothing_to_turn_or_to_mix() -> None:
+    assert as_plain_url(RED) == URL
+    turned, clear = io.BytesIO(), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 24), "red").save(turned, format="JPEG", exif=exif)
+    Image.new("RGBA", (40, 24), (255, 0, 0, 10)).save(clear, format="PNG")
+    sent = [
+        Image.open(io.BytesIO(base64.b64decode(as_plain_url(one.getvalue()).partition(",")[2])))
+        for one in (turned, clear)
+    ]
+    assert [one.mode for one in sent] == ["RGB", "RGB"] and [one.size for one in sent] == [(24, 40), (40, 24)]
+    assert sent[1].getpixel((0, 0)) == (255, 0, 0), "as the model's processor drops transparency"

@@ -66,15 +66,18 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     )
 
 
-def config_of(family: str, layers: int = 2, hidden: int = 32, **options: Any) -> Any:
+def config_of(
+    family: str, layers: int = 2, hidden: int = 32, heads: tuple[int, int] = (4, 2), **options: Any
+) -> Any:
+    """`heads`: of queries, of keys and values."""
     tokenizer = tokenizer_of(family)
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
         "max_position_embeddings": CONTEXT,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -98,8 +101,10 @@ def config_of(family: str, layers: int = 2, hidden: int = 32, **options: Any) ->
             family, text_config=text, vision_config=vision, scale_factor=2, tie_word_embeddings=False,
             pad_token_id=0, **ids, **options,
         )  # fmt: skip
-    text |= {"head_dim": hidden // 4, "tie_word_embeddings": False}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    size = hidden // heads[0]
+    text |= {"head_dim": size, "tie_word_embeddings": False}
+    sections = [size // 4, size // 8, size // 8]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     ids |= {
         "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
         "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
@@ -139,11 +144,17 @@ def image_processor_of(family: str, **options: Any) -> Any:
 
 
 def make_model(
-    folder: Path, family: str, seed: int = 0, layers: int = 2, hidden: int = 32, image_options: Any = None
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 32,
+    image_options: Any = None,
+    heads: tuple[int, int] = (4, 2),
 ) -> Path:
     """A folder as `save_pretrained` leaves it."""
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config_of(family, layers, hidden))
+    model = AutoModelForImageTextToText.from_config(config_of(family, layers, hidden, heads))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -7,6 +7,9 @@ the server supports and keeps the server's error for what it does not (`Capabili
     SGLang    POST /generate with `return_logprob`, from the token before the first scored one on
     OpenAI    POST /v1/completions with `echo` and `logprobs`; candidates need their ids ("token_id:17")
 
+Rows with pictures go to vLLM's first route, as ids with one placeholder per picture and the pictures beside them. vLLM
+expands the placeholders, and the ids that it read are compared with the row's.
+
 Legend: P scored positions of one sequence, K candidates.
 """
 
@@ -23,18 +26,22 @@ import msgspec
 import numpy as np
 
 from understudy.errors import TeacherError, TeacherReplyError
+from understudy.media.pictures import as_plain_url
+from understudy.media.processor import QWEN, PictureReader, one_marker_each
 from understudy.teacher.clients.http import RequestRefused, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
+    OtherTokens,
     first_of,
     from_echo,
     from_prompt_logprobs,
     from_return_logprob,
 )
 from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
-from understudy.teacher.manifest import Limits, Manifest, RequestBatching
+from understudy.teacher.manifest import Limits, Manifest, RequestBatching, picture_facts
 from understudy.teacher.pool.together import together
 from understudy.teacher.protocol import ScoreReply, request_of
+from understudy.teacher.scoring.probe import PROBE_HASH, PROBE_PICTURE, ProbePicture, probe_items
 from understudy.types.references import ScoreRef, fetched
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
@@ -62,6 +69,7 @@ class Capabilities:
     max_k: int
     missing: Mapping[str, str]
     """What does not work → the server's error."""
+    pictures: bool = False
 
     @property
     def signals(self) -> list[Signal]:
@@ -108,9 +116,10 @@ class CompletionsClient:
         k: int = 0,
         socket: str | None = None,
         batching: RequestBatching = RequestBatching.BY_ARRIVAL,
+        pictures: PictureReader | None = None,
     ) -> None:
         """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have. `batching`: by request if
-        the server is known to compute one sequence at a time."""
+        the server is known to compute one sequence at a time. `pictures`: the student's, if it reads any."""
         self._channel = TeacherChannel(url, token, teacher, replica, socket=socket)
         self._batching = batching
         self._model = model
@@ -118,7 +127,9 @@ class CompletionsClient:
         self._vocab_fingerprint = vocab_fingerprint
         self._routes = tuple(routes)
         self._slots = asyncio.Semaphore(in_flight)
-        self._usable, self._k = usable, k
+        self._usable, self._k, self._pictures = usable, k, pictures
+        self._hidden = pictures.processor.placeholder_ids if pictures is not None else ()
+        self._unused = sorted({*self._hidden, *(usable.holes if usable is not None else ())})
         self._capabilities: Capabilities | None = None
 
     async def close(self) -> None:
@@ -142,7 +153,8 @@ class CompletionsClient:
             signals=found.signals,
             limits=Limits(max_length=served.max_model_len or Limits().max_length, max_k=found.max_k),
             batching=self._batching,
-            unused_ids=[] if self._usable is None else list(self._usable.holes),
+            unused_ids=self._unused,
+            pictures=picture_facts(self._pictures) if self._pictures is not None and found.pictures else None,
         )
 
     async def _served(self) -> _Served:
@@ -184,8 +196,31 @@ class CompletionsClient:
             except (RequestRefused, TeacherReplyError) as error:
                 missing[route.value] = str(error)
                 continue
-            return Capabilities(route, await self._largest_k(route, missing), missing)
+            most, sees = await self._largest_k(route, missing), await self._reads_pictures(route, missing)
+            return Capabilities(route, most, missing, sees)
         return Capabilities(None, 0, missing)
+
+    async def _reads_pictures(self, route: Route, missing: dict[str, str]) -> bool:
+        """Asks about the picture of the fixed tokens; an error if the server cuts it into other tokens."""
+        if self._pictures is None:
+            return False
+        if route is not Route.GENERATE or self._pictures.processor.family not in QWEN:
+            missing["pictures"] = (
+                f"they need vLLM's {Route.GENERATE} (vllm serve --enable-scale-out) and Qwen2.5-VL or Qwen3-VL; this is "
+                f"{route} and {self._pictures.processor.family}"
+            )
+            return False
+        self._pictures.store.put(PROBE_PICTURE)
+        shown = ProbePicture(self._pictures.processor.image_token_id, self._pictures.count(PROBE_HASH))
+        (item,) = probe_items(self._vocab_size, 1 << 30, self._unused, shown)
+        try:
+            await self._ask(route, item, None)
+        except (RequestRefused, TeacherReplyError) as error:
+            if isinstance(error.__cause__, OtherTokens):
+                raise TeacherError(f"{error}; save both with the same preprocessor_config.json") from error
+            missing["pictures"] = str(error)
+            return False
+        return True
 
     async def _largest_k(self, route: Route, missing: dict[str, str]) -> int:
         for k in dict.fromkeys((self._k, *MANY_K)):
@@ -205,6 +240,11 @@ class CompletionsClient:
         items = await fetched(items)
         found = await self.capabilities()
         for item in items:
+            if item.media and not found.pictures:
+                raise RequestRefused(
+                    f"{self._channel.name}, row {item.key!r} holds pictures, and this server reads text only: "
+                    f"{found.missing.get('pictures', 'the student reads none')}"
+                )
             if item.signal not in found.signals or item.k > found.max_k:
                 raise RequestRefused(
                     f"{self._channel.name}, row {item.key!r}: cannot give {item.signal.value} with k = {item.k}; this server "
@@ -240,14 +280,32 @@ class CompletionsClient:
             return await self._ask(route, item, timeout)
 
     async def _ask(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
-        body = await self._channel.ask_json(_path(route), self._question(route, item), timeout)
+        question = self._question(route, item)
+        if item.media:
+            question |= await asyncio.to_thread(self._shown, item)
+        body = await self._channel.ask_json(_path(route), question, timeout)
         try:
+            if route in (Route.GENERATE, Route.PROMPT_LOGPROBS):
+                return from_prompt_logprobs(body, item, self._hidden)
             return _READERS[route](body, item)
         except ValueError as error:
             raise TeacherReplyError(f"{self._channel.name}, row {item.key!r}: {error}") from error
 
+    def _shown(self, item: ScoreItem) -> dict[str, Any]:
+        """The part of a question that holds pictures."""
+        assert self._pictures is not None
+        urls = [as_plain_url(self._pictures.store.get(name)) for name in item.media]
+        tokens = one_marker_each(self._pictures, item.key, item.tokens, item.media)
+        return {
+            "token_ids": tokens.tolist(),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "return_token_ids": True,
+        }
+
     def _question(self, route: Route, item: ScoreItem) -> dict[str, Any]:
         tokens, k = item.tokens.tolist(), item.k
+        if route in (Route.GENERATE, Route.PROMPT_LOGPROBS) and k:
+            k += len(self._hidden)  # they are left out of the answer
         if route is Route.RETURN_LOGPROB:
             return {
                 "input_ids": tokens,
@@ -271,8 +329,6 @@ class CompletionsClient:
 
 
 _READERS: Mapping[Route, Callable[[bytes, ScoreItem], Candidates]] = {
-    Route.GENERATE: from_prompt_logprobs,
-    Route.PROMPT_LOGPROBS: from_prompt_logprobs,
     Route.RETURN_LOGPROB: from_return_logprob,
     Route.ECHO: from_echo,
 }

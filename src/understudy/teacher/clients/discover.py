@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from understudy.media.processor import PictureReader
 from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
@@ -80,11 +81,13 @@ def connect_external(
     k: int = 0,
     media: MediaStore | None = None,
     batching: RequestBatching = RequestBatching.BY_ARRIVAL,
+    pictures: PictureReader | None = None,
 ) -> Connect:
     """For `TeacherPool(connect=…)`: servers of any known kind. Vocabulary and model name are the recipe's.
 
     `k` is the recipe's K, `usable` the ids it uses. With an explicit `backend` nothing is probed for its
     kind: needed behind a gateway that answers every path alike. `batching` is how servers that do not tell it batch.
+    `media`: the run's pictures; `pictures`: how the student reads them.
     """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
@@ -108,6 +111,7 @@ def connect_external(
             k=k,
             socket=endpoint.socket,
             batching=batching,
+            pictures=pictures,
         )
         return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 

@@ -5,6 +5,7 @@ Legend: P scored positions of one sequence, K candidates.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,10 @@ from understudy.types.scores import ScoreItem, Signal
 
 TOKEN_ID = "token_id:"
 """The prefix by which a server names a token by id."""
+
+
+class OtherTokens(ValueError):
+    """The server cuts a picture into other tokens than the student."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,13 @@ class _PromptAnswer(msgspec.Struct):
 
     choices: list[_Choice]
     prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    """The ids that were read, with the placeholders of pictures, if they were asked for."""
 
 
-def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
-    """Each position has the K likeliest tokens and the prompt's own: K or K + 1 entries in any order."""
+def from_prompt_logprobs(body: bytes, item: ScoreItem, hidden: Collection[int] = ()) -> Candidates:
+    """Each position has the K likeliest tokens and the prompt's own: K or K + 1 entries in any order. Those of
+    `hidden` are no candidates."""
     try:
         answer = msgspec.json.decode(body, type=_PromptAnswer)
     except msgspec.DecodeError as error:
@@ -62,6 +70,13 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
     given = answer.prompt_logprobs or (answer.choices[0].prompt_logprobs if answer.choices else None)
     if given is None:
         raise ValueError("the answer has no prompt_logprobs")
+    if item.media and answer.prompt_token_ids is None:
+        raise ValueError("the server does not say which ids it read for a row with pictures")
+    if item.media and answer.prompt_token_ids != item.tokens.tolist():
+        raise OtherTokens(
+            f"the server read {len(answer.prompt_token_ids or ())} ids for a row with pictures, which has {len(item.tokens)}: it "
+            "cuts them into other tokens than the student"
+        )
     if len(given) != len(item.tokens):
         raise ValueError(f"{len(given)} prompt_logprobs for {len(item.tokens)} tokens")
     found = _unfilled(item)
@@ -73,7 +88,8 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
             raise ValueError(f"position {position}: no logprob for token {scored_P[p]}, which was sent there")
         found.sampled_P[p] = own.logprob
         if columns:
-            best = sorted(entries.items(), key=lambda pair: (-pair[1].logprob, pair[1].rank or 0))[:columns]
+            shown = [pair for pair in entries.items() if int(pair[0]) not in hidden]
+            best = sorted(shown, key=lambda pair: (-pair[1].logprob, pair[1].rank or 0))[:columns]
             if len(best) < columns:
                 raise ValueError(
                     f"position {position}: {len(best)} candidates where {columns} were asked for"

@@ -12,7 +12,7 @@ from understudy.errors import TeacherError
 from understudy.media.pictures import PictureLimits
 from understudy.media.processor import PictureProcessor, PictureReader
 from understudy.nn.vision import is_vision
-from understudy.teacher.manifest import Limits, Manifest, PictureFacts, RequestBatching
+from understudy.teacher.manifest import Limits, Manifest, RequestBatching, picture_facts
 from understudy.teacher.replica import lockstep
 from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.replica.scoring_queue import ScoringWorker
@@ -20,7 +20,6 @@ from understudy.teacher.replica.tensor_parallel import ReplicaRank, join
 from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
 from understudy.teacher.scoring.offload import offloaded
-from understudy.teacher.scoring.probe import PROBE_HASH
 from understudy.teacher.scoring.quantize import Bits, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.teacher.vocabulary import Vocabulary
@@ -74,7 +73,7 @@ def build_worker(
         batching=RequestBatching(args.batching),
         unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
         leaves_out_ids=True,
-        pictures=_picture_facts(frozen),
+        pictures=None if frozen.pictures is None else picture_facts(frozen.pictures),
         quantization=error,
     )
     lanes = _lanes(args, scorer)
@@ -95,16 +94,6 @@ def _with_pictures(args: argparse.Namespace, frozen: FrozenModel) -> tuple[Froze
     assert processor is not None
     media = ReplicaMedia(PictureLimits(max_bytes=args.max_request_bytes))
     return replace(frozen, pictures=PictureReader(processor, media.store)), media
-
-
-def _picture_facts(frozen: FrozenModel) -> PictureFacts | None:
-    reader = frozen.pictures
-    if reader is None:
-        return None
-    processor = reader.processor
-    return PictureFacts(
-        processor.image_token_id, processor.patching, processor.settings, reader.count(PROBE_HASH)
-    )
 
 
 def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:

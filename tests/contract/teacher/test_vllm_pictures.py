@@ -1,0 +1,176 @@
+"""A real vLLM as a teacher of rows with pictures: its scores are those of a plain transformers forward.
+
+UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm, and torchvision, without which vLLM reads no pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from vision_models import make_model, picture, plain_inputs, reader_of
+
+from understudy.errors import TeacherError
+from understudy.media.processor import PictureReader
+from understudy.media.store import MediaStore
+from understudy.teacher.clients.completions import CompletionsClient
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.pool.integrity import identify
+from understudy.types.references import ScoresRef
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+K = 4
+ATOL = 2e-4
+"""Of vLLM's own float32 kernels on a CPU; 6e-6 was seen."""
+PICTURES = {
+    "red": picture("red", (48, 32)),
+    "blue": picture("blue", (48, 32), (5, 5)),
+    "tall": picture("green", (32, 96), (9, 9)),
+}
+"""Of sizes that need no resizing: vLLM's processor resizes by torchvision, ours by Pillow."""
+ROWS = (("red",), ("blue",), (), ("tall", "red"), ("red", "tall"), ("red",))
+
+
+class Served:
+    """A vLLM server, the model that it serves, and a store with the pictures."""
+
+    def __init__(self, url: str, folder: Path, store: MediaStore) -> None:
+        self.url, self.folder, self.store = url, folder, store
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def client(self, reader: PictureReader | None = None) -> CompletionsClient:
+        reader = reader or reader_of(self.folder, self.store)
+        return CompletionsClient(
+            self.url, teacher="see", replica="a", vocab_size=len(self.tokenizer), k=K, pictures=reader
+        )
+
+    def item(self, key: str, shown: tuple[str, ...]) -> ScoreItem:
+        reader = reader_of(self.folder, self.store)
+        names = tuple(self.store.put(PICTURES[one]) for one in shown)
+        parts = [f"<|vision_start|>{reader.processor.text_of(reader.size(n))}<|vision_end|>" for n in names]
+        asked, said = (
+            self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (f"look: {' then '.join(parts)}?", "an answer")
+        )
+        positions = np.arange(len(asked), len(asked) + len(said), dtype=np.int32)
+        return ScoreItem(key, np.array(asked + said, np.int32), positions, Signal.TOPK, K, media=names)
+
+    def check(self, item: ScoreItem, shown: tuple[str, ...], scores: TeacherScores) -> None:
+        model = AutoModelForImageTextToText.from_pretrained(self.folder).eval()
+        with torch.no_grad():
+            given = plain_inputs(self.folder, item.tokens, [PICTURES[one] for one in shown])
+            plain = model(**given, use_cache=False).logits[0].float().log_softmax(-1).numpy()
+        plain = plain[item.positions - 1]
+        own = np.take_along_axis(plain, item.tokens[item.positions][:, None], 1)[:, 0]
+        np.testing.assert_allclose(scores.sampled_logprobs, own, atol=ATOL)
+        hidden = list(reader_of(self.folder, self.store).processor.placeholder_ids)
+        plain[:, hidden] = -np.inf
+        assert scores.ids is not None and scores.logprobs is not None
+        assert not np.isin(scores.ids, hidden).any(), "no placeholder is a candidate"
+        np.testing.assert_allclose(scores.logprobs, np.sort(plain, 1)[:, ::-1][:, :K], atol=ATOL)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    python = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
+    if not python:
+        pytest.skip("UNDERSTUDY_VLLM_PYTHON names no Python with vllm")
+    if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{python} has no torchvision, without which vLLM reads no pictures")
+    place = tmp_path_factory.mktemp(request.param)
+    # A size of heads that vLLM's attention on a CPU takes.
+    folder = make_model(place / "model", request.param, hidden=128, heads=(2, 1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--port",
+        str(port),
+    ]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "8"]
+    command += ["--enforce-eager", "--enable-scale-out", "--enable-prefix-caching"]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    log = place / "log.txt"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 600
+        while True:
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            try:
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(1)
+        yield Served(url, folder, MediaStore(place / "media"))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def scored(client: CompletionsClient, items: list[ScoreItem]) -> list[TeacherScores]:
+    found: list[ScoresRef] = list(await client.score(items))
+    return [await one.fetch() for one in found]
+
+
+def test_scores_equal_a_plain_forward_and_pictures_are_not_mixed(vllm: Served) -> None:
+    """Rows with equal ids and different pictures at once and one after another, with the prefix cache on."""
+    items = [vllm.item(f"row-{i}", shown) for i, shown in enumerate(ROWS)]
+    assert np.array_equal(items[0].tokens, items[1].tokens) and items[0].media != items[1].media
+
+    async def run() -> list[list[TeacherScores]]:
+        client = vllm.client()
+        together = await scored(client, items)
+        alone = [(await scored(client, [item]))[0] for item in items[::-1]][::-1]
+        await client.close()
+        return [together, alone]
+
+    for found in asyncio.run(run()):
+        for item, shown, scores in zip(items, ROWS, found, strict=True):
+            vllm.check(item, shown, scores)
+        assert np.abs(found[0].sampled_logprobs - found[1].sampled_logprobs).max() > 1e-3
+
+
+def test_the_manifest_says_that_it_reads_pictures_and_the_fixed_tokens_have_one(vllm: Served) -> None:
+    async def run() -> Manifest:
+        client = vllm.client()
+        found = (await identify(client)).manifest
+        await client.close()
+        return found
+
+    manifest = asyncio.run(run())
+    assert manifest.backend == "vllm" and manifest.pictures is not None and manifest.limits.max_k == K
+    assert manifest.pictures.patching == reader_of(vllm.folder, vllm.store).processor.patching
+
+
+def test_another_way_of_cutting_pictures_ends_the_start(vllm: Served) -> None:
+    reader = reader_of(vllm.folder, vllm.store)
+    reader.processor.image_processor.size = {"shortest_edge": 1024, "longest_edge": 4096}
+
+    async def run() -> None:
+        client = vllm.client(reader)
+        try:
+            await client.manifest()
+        finally:
+            await client.close()
+
+    with pytest.raises(TeacherError, match=r"read 13 ids for a row with pictures, which has 16"):
+        asyncio.run(run())
