@@ -17,6 +17,7 @@ from test_teacher_pictures import items_of
 from vision_models import FAMILIES, folder_of, picture, reader_of
 
 from understudy.engines.local.scheduler import Batching
+from understudy.errors import EngineError
 from understudy.media.store import MediaStore
 from understudy.nn import vision_features
 from understudy.nn.determinism import keep_to_repeatable
@@ -193,6 +194,38 @@ def test_a_frozen_tower_keeps_them_over_new_weights(tmp_path: Path) -> None:
         return engine._features.computed
 
     assert asyncio.run(run()) == 1
+
+
+def test_copied_weights_with_the_same_tower_keep_them(tmp_path: Path) -> None:
+    """An engine process does not know whether the tower is frozen; it sees what comes. A copy that failed half-way and
+    brought another tower is not forgotten by the next one, which brings the same."""
+    folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
+    engine = engine_of(folder, store)
+    request = requests_of(folder, store, temperature=1.0)[0]
+    start = {name: one.clone() for name, one in engine._model.state_dict().items()}
+    language = {name: one if "visual" in name else one * 1.1 for name, one in start.items()}
+    tower = {name: one * 1.1 if "visual" in name else one for name, one in start.items()}
+
+    async def computed() -> int:
+        await engine.generate([request])
+        assert engine._features is not None
+        return engine._features.computed
+
+    async def run() -> list[int]:
+        found = [await computed()]
+        await engine.update_weights(1, language.items())
+        found.append(await computed())
+        broken = [(name, one) for name, one in tower.items() if "visual" in name]
+        with pytest.raises(EngineError, match="new weights lack"):
+            await engine.update_weights(2, broken)
+        await engine.update_weights(2, tower.items())
+        found.append(await computed())
+        await engine.update_weights(3, start.items())
+        found.append(await computed())
+        await engine.close()
+        return found
+
+    assert asyncio.run(run()) == [1, 1, 2, 3]
 
 
 def test_a_teacher_reads_a_picture_once_until_its_weights_change(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool
 from understudy.errors import EngineError
 from understudy.media.processor import PictureReader
 from understudy.nn.rotary_border import crossing, rotary_border
-from understudy.nn.vision import is_vision, is_vision_frozen
+from understudy.nn.vision import is_vision, is_vision_frozen, vision_parameters
 from understudy.nn.vision_features import features_for
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class HFEngine:
         self._detokenize = detokenize
         self._version = version
         self._torn = False
+        self._tower_changed = False
+        """Since features were kept, the vision tower has got other weights."""
         self._layout, self._max_batch, self._kept_as = layout, max_batch, kept_as
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._adopt(model.to(self._device))
@@ -294,8 +296,9 @@ class HFEngine:
         try:
             await asyncio.to_thread(self._load, tensors)
             self._version = version
-            if self._features is not None and not is_vision_frozen(self._model):
+            if self._features is not None and self._tower_changed:
                 self._features.clear()
+                self._tower_changed = False
             self._scheduler.weights_changed()
         except BaseException as error:
             if self._torn:  # running rows would continue under a mixture of old and new weights
@@ -314,6 +317,7 @@ class HFEngine:
 
     def _copy_in(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
+        tower = set() if self._features is None else {id(one) for one in vision_parameters(self._model)}
         left = {id(parameter) for parameter in own.values()}
         complete, begun = len(left), False
         try:
@@ -329,8 +333,13 @@ class HFEngine:
                         f"new weights for {name} have shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
                     )
                 if target.data_ptr() != tensor.data_ptr() or target.dtype != tensor.dtype:
+                    if id(target) in tower:
+                        tensor = tensor.to(target.device, target.dtype)
+                        self._tower_changed = self._tower_changed or not torch.equal(target, tensor)
                     target.copy_(tensor)
                 left.discard(id(target))
+            if tower and not begun:  # the tensors are shared with the trainer, which has written them
+                self._tower_changed = self._tower_changed or not is_vision_frozen(self._model)
             if 0 < len(left) < complete:
                 missing = [name for name, parameter in own.items() if id(parameter) in left]
                 raise EngineError(
