@@ -4,6 +4,7 @@ Works for the families that `VisionChat` knows. A model is trained on the device
 float32 weights. Shape letters: B rows, T tokens.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,8 @@ from understudy.nn.vision import freeze_vision, vision_parameters
 from understudy.policy.supervised import IGNORED, Encoded, SupervisedSchedule, pad_rows
 
 _PICTURES_AT_ONCE = 64
+_KEPT = "mm_encoder_outputs"
+"""The argument of a forward that takes features in place of pixels."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Super
             here = slice(start, start + _PICTURES_AT_ONCE)
             pieces.append(_seen(model, {name: one[here].to(device) for name, one in pixels.items()}))
     pooled, *deeper = (torch.cat(one) for one in zip(*pieces, strict=True))
+    # Versions of transformers that do not know the argument ignore it: the model would be trained without pictures.
+    keeps = _KEPT in inspect.signature(type(model.model).forward).parameters
     generator = torch.Generator().manual_seed(schedule.seed)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -130,16 +135,14 @@ def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Super
         optimizer.param_groups[0]["lr"] = schedule.rate(step)
         index_B = torch.randint(len(encoded), (schedule.rows["all"],), generator=generator)
         batch, shown_B = encoded.rows(index_B), picture_B[index_B].to(device)
-        features = SimpleNamespace(
-            pooler_output=tuple(pooled[shown_B]),
-            deepstack_features=[tuple(one[shown_B]) for one in deeper],
-        )
         tokens_BT = batch.tokens_BT.to(device)
         more = _qwen(model, tokens_BT, pixels) if model.config.model_type in QWEN else {}
+        if keeps:
+            more |= kept_features(pooled, deeper, shown_B)
+        else:
+            more |= plain_pixels(model, pixels, shown_B)
         with _narrow(device):
-            logits_BTV = model(
-                input_ids=tokens_BT, mm_encoder_outputs={"image": features}, use_cache=False, **more
-            ).logits
+            logits_BTV = model(input_ids=tokens_BT, use_cache=False, **more).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BTV.float().flatten(0, 1), batch.labels_BT.to(device).flatten(), ignore_index=IGNORED
         )
@@ -151,6 +154,24 @@ def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Super
             seconds = time.monotonic() - started
             print(f"  step {step + 1}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
     model.eval()
+
+
+def kept_features(
+    pooled: torch.Tensor, deeper: Sequence[torch.Tensor], shown_B: torch.Tensor
+) -> dict[str, Any]:
+    """Arguments of a forward over rows that show these pictures, with features that the tower gave before."""
+    features = SimpleNamespace(
+        pooler_output=tuple(pooled[shown_B]), deepstack_features=[tuple(one[shown_B]) for one in deeper]
+    )
+    return {_KEPT: {"image": features}}
+
+
+def plain_pixels(model: Any, pixels: dict[str, torch.Tensor], shown_B: torch.Tensor) -> dict[str, Any]:
+    """The same with pixels: the tower sees them again."""
+    shown = {name: one[shown_B.cpu()].to(shown_B.device) for name, one in pixels.items()}
+    if model.config.model_type in QWEN:
+        return {name: one.flatten(0, 1) for name, one in shown.items()}
+    return shown
 
 
 def _qwen(model: Any, tokens_BT: torch.Tensor, pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
+from understudy import __version__
 from understudy.config import parse_recipe
 from understudy.config.recipe import stored
 from understudy.observability.metrics import read_metrics, without_clock
@@ -36,8 +37,10 @@ def export_run(
         "data": {"prompts": recipe.data.train, "fingerprint": checkpoint.extra["cursor"]["dataset"]},
         "datasets": _hub_datasets(recipe.data.train),
         "command": f"understudy train (recipe.json in {run.path.name})",
+        # Of understudy itself not from the package's metadata: a source tree on PYTHONPATH has none.
         "versions": {
-            name: importlib.metadata.version(name) for name in ("understudy", "torch", "transformers")
+            "understudy": __version__,
+            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         },
         "metrics": without_clock(metrics[-1]) if metrics else {},
     }

@@ -1,6 +1,7 @@
 """The commands a user types, on real runs; and the same from Python."""
 
 import asyncio
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -201,7 +202,9 @@ def test_a_loop_that_hangs_costs_its_own_row_only(recipe: Make, tmp_path: Path) 
     assert reason.endswith("took longer than rollout.deadline_seconds = 1")
 
 
-def test_distill_from_python(tmp_path: Path, teacher_urls: dict[str, str]) -> None:
+def test_distill_from_python(
+    tmp_path: Path, teacher_urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [
         json.loads(line)
         for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()
@@ -219,6 +222,14 @@ def test_distill_from_python(tmp_path: Path, teacher_urls: dict[str, str]) -> No
         run__dir=str(tmp_path / "run"),
     )
     assert run.steps == 1 and run.last["teacher/teacher/rows"] == 8
+    found = importlib.metadata.version
+
+    def without_ours(name: str) -> str:
+        if name == "understudy":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_ours)  # as in a source tree on PYTHONPATH
     assert run.export(tmp_path / "out") == tmp_path / "out"
     with pytest.raises(understudy.errors.ConfigError, match="section__key"):
         understudy.distill(student="s", teacher="t", data=rows, steps=3)

@@ -9,6 +9,7 @@ from tiny_language import make_language
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path.append(str(Path(__file__).parents[3] / "recipes" / "shapes"))
+import vision_chat
 from graft import ADDED, chat_of, copy_tower, evenly, graft, save_model
 from supervise import supervise, train_tower
 
@@ -87,3 +88,24 @@ def test_a_student_gets_the_tower_of_its_teacher(language: Path) -> None:
     assert not torch.equal(*seen())
     copy_tower(teacher, student)
     assert torch.equal(*seen())
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"])
+def test_training_on_pixels_is_training_on_kept_features(
+    language: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Older versions of transformers take no features and would ignore them: they get pixels."""
+    schedule = SupervisedSchedule(3, {"all": 2}, seed=1, learning_rate=3e-3, warmup_steps=1)
+    trained = []
+    for argument in ("mm_encoder_outputs", "an argument that forward lacks"):
+        monkeypatch.setattr("supervise._KEPT", argument)
+        if family == "smolvlm":
+            model = graft(language, seed=1)
+            chat = chat_of(model, language)
+        else:
+            model = vision_chat.build_model(1, seed=1)
+            chat = vision_chat.chat_of(model)
+        supervise(model, chat, ROWS, schedule)
+        trained.append(dict(model.named_parameters()))
+    kept, pixels = trained
+    assert all(torch.allclose(kept[name], pixels[name], atol=1e-5) for name in kept)
