@@ -126,7 +126,7 @@ def test_passes_are_counted_in_steps(check: Check) -> None:
     code, said = check(rows, "trainer.passes=2", *drop)
     assert code == 0 and "trainer.passes = 2 over 9 rows in batches of 4: 5 steps" in said
     assert "\n5 steps × 4 rollouts" in check(rows, "trainer.passes=2", *drop, command="plan")[1]
-    assert "\n1 steps × 4 rollouts" in check(rows, "trainer.passes=0.4", *drop, command="plan")[1]
+    assert "\n1 step × 4 rollouts" in check(rows, "trainer.passes=0.4", *drop, command="plan")[1]
     assert "both `steps` and `passes`" in check(rows, "trainer={steps = 3, passes = 1.0}")[1]
 
 
