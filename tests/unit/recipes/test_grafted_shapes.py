@@ -97,8 +97,8 @@ def test_training_on_pixels_is_training_on_kept_features(
     """Older versions of transformers take no features and would ignore them: they get pixels."""
     schedule = SupervisedSchedule(3, {"all": 2}, seed=1, learning_rate=3e-3, warmup_steps=1)
     trained = []
-    for argument in ("mm_encoder_outputs", "an argument that forward lacks"):
-        monkeypatch.setattr("supervise._KEPT", argument)
+    for takes in (True, False):
+        monkeypatch.setattr("supervise.takes_features", lambda model, takes=takes: takes)
         if family == "smolvlm":
             model = graft(language, seed=1)
             chat = chat_of(model, language)

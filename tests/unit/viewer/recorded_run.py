@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,15 @@ def journalled(run: RunDir, rows: int = 5) -> None:
     ended = subprocess.run([sys.executable, "-c", code, str(run.dataplane)], check=False)
     assert ended.returncode == -signal.SIGKILL
     run.state.write_text(json.dumps({"status": "running", "pid": 2**22 + 1}))
+
+
+def write_waits(run: RunDir, seconds_ago: float = 0.0) -> None:
+    """What a trainer that makes progress wrote about its waits."""
+    entry = {
+        "status": "running",
+        "written": time.time() - seconds_ago,
+        "seconds_without_progress": 1.0,
+        "waiting": [],
+        "facts": {},
+    }
+    run.waits.write_text(json.dumps(entry))

@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from recorded_run import journalled, recorded_run
+from recorded_run import journalled, recorded_run, write_waits
 
 _LOOK = """
 import json, sys
@@ -55,12 +54,5 @@ def test_a_run_is_read_from_a_read_only_disk(tmp_path: Path) -> None:
     rows = {"journal": 5, "kept": 4, "dump": 9, "held-out": 2}
     assert _on_read_only_disk(run.path, tmp_path / "shown") == ["killed", rows, 12]
     run.state.write_text(json.dumps({"status": "running", "pid": os.getpid()}))
-    entry = {
-        "status": "running",
-        "written": time.time(),
-        "seconds_without_progress": 1.0,
-        "waiting": [],
-        "facts": {},
-    }
-    run.waits.write_text(json.dumps(entry))
+    write_waits(run)
     assert _on_read_only_disk(run.path, tmp_path / "shown") == ["running", rows, 12]
