@@ -134,6 +134,7 @@ async def _remote(
             snapshots=snapshots,
             handover=handover,
             seeded=settings.deterministic,
+            pictures=student.pictures,
         )
     return RemoteEngine(
         DIALECTS[rollout.engine],
@@ -142,6 +143,7 @@ async def _remote(
         max_length=context_of(settings, student),
         snapshots=snapshots,
         seeded=settings.deterministic,
+        pictures=student.pictures,
     )
 
 

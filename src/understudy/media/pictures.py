@@ -69,13 +69,15 @@ def decoded(data: bytes, name: str = "the picture") -> Any:
         return _pil().ImageOps.exif_transpose(image)
 
 
-def as_plain_url(data: bytes) -> str:
-    """A data URL for another program: pictures that it could turn or mix with a background become plain RGB."""
+def as_plain_url(data: bytes, size: tuple[int, int] | None = None, resample: Any = None) -> str:
+    """A data URL for another program: pictures that it could turn or mix with a background become plain RGB.
+    `size`: (width, height) to resize to."""
     with _opened(data, "the picture", PictureLimits(max_pixels=1 << 40)) as image:
         plain = image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1
-    if not plain:
-        buffer = io.BytesIO()
-        decoded(data).convert("RGB").save(buffer, format="PNG")
+        resized = size is not None and _shown_size(image) != size
+    if not plain or resized:
+        image, buffer = decoded(data).convert("RGB"), io.BytesIO()
+        (image.resize(size, resample) if resized else image).save(buffer, format="PNG")
         data = buffer.getvalue()
     return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from understudy.errors import DataError
-from understudy.media.pictures import PictureError, decoded, size_of
+from understudy.media.pictures import PictureError, as_plain_url, decoded, size_of
 from understudy.media.store import MediaStore
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
@@ -34,6 +34,7 @@ IDEFICS = ("smolvlm", "idefics3")
 FAMILIES = (*QWEN, *IDEFICS)
 NAMES = "Qwen2.5-VL, Qwen3-VL, SmolVLM and Idefics3"
 _CACHED_BYTES = 256 << 20
+_KEPT_URLS = 64
 _THREADS = 4
 """Pictures that are read and cut at a time."""
 
@@ -203,12 +204,25 @@ class PictureReader:
     ) -> None:
         self.processor, self.store = processor, store
         self.size = size or lru_cache(maxsize=65_536)(self._size)
+        self.url = lru_cache(maxsize=_KEPT_URLS)(self._url)
 
     def _size(self, name: str) -> tuple[int, int]:
         return size_of(self.store.get(name), f"the picture {name[:12]}…")
 
     def count(self, name: str) -> int:
         return self.processor.count(self.size(name))
+
+    def _url(self, name: str) -> str:
+        """A data URL of the picture in the size in which it is cut, for a server that cuts it itself: most resize
+        by torchvision, which gives other pixels than Pillow."""
+        data, own = self.store.get(name), self.processor
+        if own.family not in QWEN or not own.image_processor.do_resize:
+            return as_plain_url(data)
+        _, rows, columns = (int(side) for side in own.arrays(name, self.store)["image_grid_thw"][0])
+        size = columns * own.image_processor.patch_size, rows * own.image_processor.patch_size
+        if own.count(size) != rows * columns // own.image_processor.merge_size**2:
+            return as_plain_url(data)  # so long and narrow that it would be resized once more
+        return as_plain_url(data, size, own.image_processor.resample)
 
     def arrays(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """The model's inputs for each picture. Several are read and cut at a time: decoding and resizing
@@ -233,20 +247,6 @@ class PictureReader:
             f"row {key} has {found} placeholder tokens; its {len(media)} picture(s) need {needed}. Keep the tokens of the "
             "rendered prompt together, and append to `context.media` the pictures that are appended to the tokens"
         )
-
-
-def one_marker_each(
-    reader: PictureReader, key: str, tokens: np.ndarray, media: tuple[str, ...]
-) -> np.ndarray:
-    """The tokens with one placeholder for each picture, for a server that expands it itself (Qwen)."""
-    places = np.flatnonzero(tokens == reader.processor.image_token_id)
-    keep = np.ones(len(tokens), dtype=bool)
-    done = 0
-    for name in reader.within(key, tokens, media):
-        count = reader.count(name)
-        keep[places[done + 1 : done + count]] = False
-        done += count
-    return tokens[keep]
 
 
 def patching_difference(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from understudy.config import Recipe
 from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
-from understudy.media.processor import FAMILIES, NAMES, QWEN, PictureProcessor
+from understudy.media.processor import FAMILIES, IDEFICS, NAMES, QWEN, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
@@ -32,7 +32,7 @@ def picture_problems(
     if not rows:
         return []
     first = f"{role}: {dataset.place(rows[0])} has pictures"
-    problems = [f"{first}; {why}" for why in _unsupported(recipe)]
+    problems = [f"{first}; {why}" for why in _unsupported(recipe, student)]
     if student is not None and (family := _family(student)) not in FAMILIES:
         what = f"is of the family {family}" if "vision_config" in student.config else "reads text only"
         problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
@@ -74,11 +74,15 @@ def _family(folder: ModelFolder) -> str:
     return str(folder.config.get("model_type", ""))
 
 
-def _unsupported(recipe: Recipe) -> list[str]:
-    rollout = recipe.rollout
+def _unsupported(recipe: Recipe, student: ModelFolder | None) -> list[str]:
+    engine = recipe.rollout.engine
     why = []
-    if rollout.engine != "hf":
-        why.append(f'rollout.engine = "{rollout.engine}" gets text only; set rollout.engine = "hf"')
+    if engine not in ("hf", "vllm"):
+        why.append(f'rollout.engine = "{engine}" gets text only; set rollout.engine = "hf" or "vllm"')
+    elif engine == "vllm" and student is not None and _family(student) in IDEFICS:
+        why.append(
+            'rollout.engine = "vllm" gets pictures of Qwen2.5-VL and Qwen3-VL only; set rollout.engine = "hf"'
+        )
     if recipe.critic is not None:
         why.append("a critic reads text only; leave [critic] out")
     if recipe.trainer.ranks > 1 and not recipe.student.freeze_vision:

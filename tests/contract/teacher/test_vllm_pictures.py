@@ -34,9 +34,10 @@ PICTURES = {
     "red": picture("red", (48, 32)),
     "blue": picture("blue", (48, 32), (5, 5)),
     "tall": picture("green", (32, 96), (9, 9)),
+    "odd": picture("yellow", (50, 37), (20, 9)),
 }
-"""Of sizes that need no resizing: vLLM's processor resizes by torchvision, ours by Pillow."""
-ROWS = (("red",), ("blue",), (), ("tall", "red"), ("red", "tall"), ("red",))
+"""The last one has to be resized."""
+ROWS = (("red",), ("blue",), (), ("tall", "red"), ("red", "tall"), ("red",), ("odd",))
 
 
 class Served:

@@ -179,7 +179,7 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
     [
         ({"student__model": "text"}, "reads text only. Supported are Qwen2.5-VL"),
         ({"rollout__engine": "openai", "rollout__urls": ["http://127.0.0.1:1"], "rollout__live_weights": False}, "gets text only"),
-        ({"rollout__engine": "vllm"}, 'rollout.engine = "vllm" gets text only; set rollout.engine = "hf"'),
+        ({"rollout__engine": "vllm", "family": "smolvlm"}, 'rollout.engine = "vllm" gets pictures of Qwen2.5-VL and Qwen3-VL only'),
         ({"teachers__see__backend": "sglang", "teachers__see__placement": "external", "teachers__see__urls": ["http://127.0.0.1:1"]}, "a teacher served by sglang gets text only"),
         ({"teachers__see__backend": "vllm", "family": "smolvlm"}, "a teacher served by vllm gets pictures of Qwen2.5-VL and Qwen3-VL only, and its family is smolvlm"),
         ({"teachers__see__backend": "vllm", "cluster__backend": "ray"}, "a teacher served by vllm gets no pictures from remote workers"),

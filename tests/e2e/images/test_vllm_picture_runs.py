@@ -1,4 +1,4 @@
-"""A run whose vision teacher is a vLLM server of its own, in the environment that UNDERSTUDY_VLLM_PYTHON names."""
+"""Runs whose engine or vision teacher is a vLLM server of their own, in the environment that UNDERSTUDY_VLLM_PYTHON names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_image_runs import table_of, train
+from test_image_runs import changed_weights, table_of, train
 from vision_models import make_model
 
 from understudy.observability.metrics import read_metrics
@@ -15,13 +15,40 @@ from understudy.observability.metrics import read_metrics
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_a_run_under_a_managed_vllm_teacher_is_that_under_a_native_one(tmp_path: Path) -> None:
-    """vLLM's softmax has the placeholders too, so losses differ a little."""
-    python = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
-    if not python:
+@pytest.fixture
+def python() -> str:
+    found = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
+    if not found:
         pytest.skip("UNDERSTUDY_VLLM_PYTHON names no Python with vllm")
-    if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode:
-        pytest.skip(f"{python} has no torchvision, without which vLLM reads no pictures")
+    if subprocess.run([found, "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{found} has no torchvision, without which vLLM reads no pictures")
+    return found
+
+
+def test_a_run_whose_engine_is_vllm_trains_on_the_engine_s_own_probabilities(
+    tmp_path: Path, python: str
+) -> None:
+    """All parts of the student are trained and reach vLLM: its log-probabilities are the trainer's at every step."""
+    table = table_of(
+        tmp_path,
+        student__model=str(make_model(tmp_path / "student", "qwen3_vl", hidden=128, heads=(2, 1))),
+        student__freeze_vision=False,
+        rollout__engine="vllm",
+        rollout__vllm_python=python,
+        loss__correction={"measure": True},
+        trainer__learning_rate=1e-2,
+        cluster__start_timeout_seconds=400.0,
+    )
+    run = train(tmp_path, table)
+    moved = changed_weights(run, table)
+    assert any("language_model" in name for name in moved) and any("visual" in name for name in moved)
+    lines = list(read_metrics(run / "metrics.jsonl"))
+    assert [line["rollout/weight_version/min"] for line in lines] == [0, 1, 2]
+    assert all(line["rollout_corr/abs_diff_max"] < 1e-3 for line in lines), lines
+
+
+def test_a_run_under_a_managed_vllm_teacher_is_that_under_a_native_one(tmp_path: Path, python: str) -> None:
+    """vLLM's softmax has the placeholders too, so losses differ a little."""
     teacher = make_model(tmp_path / "teacher", "qwen3_vl", 3, hidden=128, heads=(2, 1))
     ours = {"model": str(teacher), "key": "see"}
     theirs = {**ours, "backend": "vllm", "vllm_python": python, "device": "cpu"}

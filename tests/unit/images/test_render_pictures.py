@@ -15,8 +15,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from vision_models import FAMILIES, folder_of, picture, reader_of
 
 from understudy.errors import DataError
+from understudy.media.for_vllm import one_marker_each
 from understudy.media.pictures import Pictures
-from understudy.media.processor import one_marker_each
 from understudy.media.store import MediaStore
 from understudy.rollout.dataset import load_dataset
 from understudy.rollout.render import Renderer

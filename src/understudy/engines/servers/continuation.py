@@ -16,7 +16,8 @@ import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.servers.dialects import Dialect, GeneratedPart, Json, PieceRequest
-from understudy.errors import EngineError
+from understudy.errors import DataError, EngineError
+from understudy.media.for_vllm import other_ids
 from understudy.serving.client import Reply, ServerClient, ServerGone
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.types.trajectory import StopReason
@@ -60,8 +61,9 @@ class ServerOrder:
 class Continuation:
     """The tokens generated for one request so far."""
 
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
+    def __init__(self, request: GenerateRequest, shown: Json | None = None) -> None:
+        """`shown`: of a prompt with pictures (`media/for_vllm.py`)."""
+        self.request, self._shown = request, shown or {}
         self.stop_reason = StopReason.ABORTED
         self._pieces: list[tuple[GeneratedPart, int]] = []
         """Each with the version of the weights that wrote it."""
@@ -78,9 +80,13 @@ class Continuation:
             # The server starts a new random stream for each piece, so each piece needs another seed.
             digest = blake2b(f"{request.seed}/{self.written}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") >> 1
-        tokens = np.concatenate([request.tokens, *(piece.tokens for piece, _ in self._pieces)])
+        drawn = [piece.tokens for piece, _ in self._pieces]
+        tokens = np.concatenate([request.tokens, *drawn])
+        shown = dict(self._shown)
+        if shown:
+            shown["token_ids"] = shown["token_ids"] + [one for ids in drawn for one in ids.tolist()]
         left = request.sampling.max_new_tokens - self.written
-        return PieceRequest(request, tokens, left, seed, salt=order.salt, model=order.model)
+        return PieceRequest(request, tokens, left, seed, salt=order.salt, model=order.model, shown=shown)
 
     def add(self, piece: GeneratedPart, version: int) -> None:
         self._pieces.append((piece, version))
@@ -132,6 +138,8 @@ class GenerationClient(ServerClient):
             raise EngineError(
                 f"{order.name} wrote with weights it calls {held}; expected {order.label}. Was it restarted?"
             )
+        if ask.shown and len(piece.tokens) and (why := other_ids(piece.read, ask.tokens)):
+            raise DataError(f"row {ask.request.key}: {why}")
         return piece
 
     async def post(self, path: str, body: Json, timeout_s: float) -> Json:

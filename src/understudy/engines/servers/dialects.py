@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -40,6 +40,8 @@ class GeneratedPart:
     """The server's names for the weights that drew these tokens; empty if it does not report them."""
     candidates: tuple[list[int], ...] = ()
     """The model's own best ids at each token, if they were asked for."""
+    read: list[int] | None = None
+    """The prompt's ids as the server read them, if it had to expand placeholders of pictures."""
 
     @staticmethod
     def nothing() -> GeneratedPart:
@@ -60,6 +62,8 @@ class PieceRequest:
     salt: str
     """Identifies the weights, so that servers do not reuse prefixes computed by other weights."""
     model: str
+    shown: Json = field(default_factory=dict)
+    """What the request has besides, or instead, if the prompt holds pictures (`media/for_vllm.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class Dialect:
     abort: tuple[str, Json] | None = None
     forget: tuple[str, Json] | None = None
     """Drops cached prefixes."""
+    forget_pictures: tuple[str, Json] | None = None
+    """Drops cached features of pictures; None: prompts with pictures are refused."""
     load: Callable[[str, int], tuple[str, Json]] | None = None
     """(snapshot file, version) → the request that makes the server load it."""
     loaded: Callable[[Json, int], bool] = lambda reply, version: True
@@ -158,6 +164,7 @@ def _vllm_body(ask: PieceRequest) -> Json:
         "sampling_params": params,
         "cache_salt": ask.salt,
         "model": ask.model,
+        **ask.shown,
     }
 
 
@@ -207,6 +214,7 @@ class _VLLMReply(msgspec.Struct, Generic[Token]):
     """
 
     choices: list[_Choice[Token]] = []
+    prompt_token_ids: list[int] | None = None
 
 
 _vllm_reply = msgspec.json.Decoder(_VLLMReply[_Token])
@@ -216,7 +224,8 @@ _vllm_reply_with_candidates = msgspec.json.Decoder(_VLLMReply[_TokenWithCandidat
 def _vllm_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
     wanted = ask.request.sampling.candidates
     decoder: Any = _vllm_reply_with_candidates if wanted else _vllm_reply
-    choices = _decoded(body, ask, decoder).choices
+    reply = _decoded(body, ask, decoder)
+    choices = reply.choices
     if not choices:
         raise _without(ask, "choices", body)
     choice = choices[0]
@@ -231,7 +240,7 @@ def _vllm_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
         except ValueError:
             raise EngineError(f"{ask.request.key}: the server names candidates by text, not by id") from None
         candidates = tuple(best_ids(entries, ask) for entries in named)
-    return replace(piece, labels=labels, candidates=candidates)
+    return replace(piece, labels=labels, candidates=candidates, read=reply.prompt_token_ids)
 
 
 def _openai_body(ask: PieceRequest) -> Json:
@@ -359,6 +368,7 @@ DIALECTS: dict[str, Dialect] = {
         resume=("/resume", {}),
         abort=("/abort_requests", {}),
         forget=("/reset_prefix_cache", {}),
+        forget_pictures=("/reset_encoder_cache", {}),
         load=_vllm_load,
         loaded=_vllm_loaded,
         label=lambda version: ("/update_weight_version", {"new_version": str(version)}),

@@ -35,6 +35,8 @@ from understudy.engines.servers.dialects import Dialect, GeneratedPart, Json, Pi
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.weights import ServerWeights
 from understudy.errors import EngineError
+from understudy.media.for_vllm import vllm_parts
+from understudy.media.processor import PictureReader
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.types.trajectory import StopReason
 
@@ -54,6 +56,7 @@ class RemoteEngine:
     address       this machine's address as seen from remote servers, for broadcasts of weights
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
                   and the batch changes the last bits all the same
+    pictures      the student's way of reading pictures; None: prompts with pictures are refused
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class RemoteEngine:
         seeded: bool = True,
         version: int = -1,
         address: str = "127.0.0.1",
+        pictures: PictureReader | None = None,
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
+        self._pictures = pictures if dialect.forget_pictures is not None else None
         self._replicas, self._connections, self.traffic = Replicas(endpoints), connections, Traffic()
         self._clients = {
             replica.name: self._client(replica.name, replica.endpoint) for replica in self._replicas.all
@@ -96,7 +101,10 @@ class RemoteEngine:
         self._closed = False
         self._closing: set[asyncio.Future[None]] = set()
         """Connections to servers that are gone."""
-        self._delivery = ServerWeights(dialect, self._post, self._give_up, snapshots, handover, address)
+        sees = self._pictures is not None
+        self._delivery = ServerWeights(
+            dialect, self._post, self._give_up, snapshots, handover, address, pictures=sees
+        )
 
     @property
     def version(self) -> int:
@@ -116,6 +124,10 @@ class RemoteEngine:
                     f"within 1 … {self._max_length}. Shorten the prompt, or lower rollout.max_new_tokens"
                 )
             check_candidates(self._dialect, request.sampling)
+            if request.media and self._pictures is None:
+                raise RefusedError(
+                    f"request {request.key} has pictures; a server that speaks {self._dialect.name} gets text only"
+                )
         writing = [asyncio.ensure_future(self._generate(request)) for request in requests]
         try:
             return list(await asyncio.gather(*writing))
@@ -124,7 +136,12 @@ class RemoteEngine:
                 task.cancel()
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        writing, aborts = Continuation(request), self._aborts
+        aborts, shown = self._aborts, {}
+        if request.media and self._pictures is not None:
+            shown = await asyncio.to_thread(
+                vllm_parts, self._pictures, request.key, request.tokens, request.media
+            )
+        writing = Continuation(request, shown)
         while await self._gate_opens(aborts):
             await self._piece_unless_aborted(writing)
             if writing.stop_reason is not StopReason.ABORTED:

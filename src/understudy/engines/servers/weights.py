@@ -47,8 +47,12 @@ class ServerWeights:
         snapshots: Path | None,
         handover: GpuHandover | None,
         address: str = "127.0.0.1",
+        pictures: bool = False,
     ) -> None:
-        """`address`: this machine's address as seen from remote servers."""
+        """`address`: this machine's address as seen from remote servers. `pictures`: servers read some."""
+        self._forgotten = [
+            one for one in (dialect.forget, dialect.forget_pictures if pictures else None) if one is not None
+        ]
         self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
         self._give_up = give_up
         self._folder: OwnedFolder | None = None
@@ -182,12 +186,12 @@ class ServerWeights:
         await self._renew(replica, version)
 
     async def _renew(self, replica: EngineReplica, version: int) -> None:
-        """Drops the server's prefix cache and sets its name for the new weights."""
-        await asyncio.gather(self._forget(replica), self._label(replica, version))
+        """Drops what the server has cached by older weights and sets its name for the new ones.
 
-    async def _forget(self, replica: EngineReplica) -> None:
-        if self._dialect.forget is not None:
-            await self._post(replica, *self._dialect.forget)
+        Features of pictures are dropped even if the vision part is the same: vLLM's worker drops them when it
+        loads weights, and vLLM's scheduler has to know."""
+        dropped = (self._post(replica, *one) for one in self._forgotten)
+        await asyncio.gather(*dropped, self._label(replica, version))
 
     async def _label(self, replica: EngineReplica, version: int) -> None:
         if self._dialect.label is None or replica.label is None:

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from understudy.errors import TeacherError, TeacherReplyError
-from understudy.media.pictures import as_plain_url
-from understudy.media.processor import QWEN, PictureReader, one_marker_each
+from understudy.media.for_vllm import vllm_parts
+from understudy.media.processor import QWEN, PictureReader
 from understudy.teacher.clients.http import RequestRefused, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
@@ -282,7 +282,8 @@ class CompletionsClient:
     async def _ask(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
         question = self._question(route, item)
         if item.media:
-            question |= await asyncio.to_thread(self._shown, item)
+            assert self._pictures is not None
+            question |= await asyncio.to_thread(vllm_parts, self._pictures, item.key, item.tokens, item.media)
         body = await self._channel.ask_json(_path(route), question, timeout)
         try:
             if route in (Route.GENERATE, Route.PROMPT_LOGPROBS):
@@ -290,17 +291,6 @@ class CompletionsClient:
             return _READERS[route](body, item)
         except ValueError as error:
             raise TeacherReplyError(f"{self._channel.name}, row {item.key!r}: {error}") from error
-
-    def _shown(self, item: ScoreItem) -> dict[str, Any]:
-        """The part of a question that holds pictures."""
-        assert self._pictures is not None
-        urls = [as_plain_url(self._pictures.store.get(name)) for name in item.media]
-        tokens = one_marker_each(self._pictures, item.key, item.tokens, item.media)
-        return {
-            "token_ids": tokens.tolist(),
-            "content_parts": [{"type": "image_url", "url": url} for url in urls],
-            "return_token_ids": True,
-        }
 
     def _question(self, route: Route, item: ScoreItem) -> dict[str, Any]:
         tokens, k = item.tokens.tolist(), item.k

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from understudy.media.for_vllm import other_ids
 from understudy.types.scores import ScoreItem, Signal
 
 TOKEN_ID = "token_id:"
@@ -70,13 +71,8 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem, hidden: Collection[int] =
     given = answer.prompt_logprobs or (answer.choices[0].prompt_logprobs if answer.choices else None)
     if given is None:
         raise ValueError("the answer has no prompt_logprobs")
-    if item.media and answer.prompt_token_ids is None:
-        raise ValueError("the server does not say which ids it read for a row with pictures")
-    if item.media and answer.prompt_token_ids != item.tokens.tolist():
-        raise OtherTokens(
-            f"the server read {len(answer.prompt_token_ids or ())} ids for a row with pictures, which has {len(item.tokens)}: it "
-            "cuts them into other tokens than the student"
-        )
+    if item.media and (why := other_ids(answer.prompt_token_ids, item.tokens)):
+        raise OtherTokens(why) if answer.prompt_token_ids is not None else ValueError(why)
     if len(given) != len(item.tokens):
         raise ValueError(f"{len(given)} prompt_logprobs for {len(item.tokens)} tokens")
     found = _unfilled(item)
