@@ -49,13 +49,19 @@ def main() -> None:
     lines = [json.loads(line) for line in options.text.read_text().splitlines()[: options.rows]]
     texts = [f"{one['question']}\n{one['answer']}" for one in lines]
     tokens = [np.array(tokenizer(text)["input_ids"][: options.length], np.int32) for text in texts]
+    where = torch.cuda.get_device_name().replace(" ", "-").lower() if options.device != "cpu" else cpu_name()
     rows: list[Row] = []
     for bits in options.bits:
-        rows += compared(Bits(bits), tokens, options)
-    for row in rows:
-        print(f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}")
-    where = torch.cuda.get_device_name().replace(" ", "-").lower() if options.device != "cpu" else cpu_name()
-    save("teacher_bits", where, rows, options.out)
+        found = compared(Bits(bits), tokens, options)
+        for row in found:
+            print(
+                f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}",
+                flush=True,
+            )
+        rows += found
+        save(
+            "teacher_bits", where, rows, options.out
+        )  # after each kind, so that an interrupted run keeps the first
 
 
 def compared(bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace) -> list[Row]:
