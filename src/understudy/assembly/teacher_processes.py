@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from pathlib import Path
 
 from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.engines.servers.vllm_servers import VLLMServers, cpu_environment, cpu_options
-from understudy.observability.owned_folder import OwnedFolder
+from understudy.media.store import REPLICA_FOLDER
+from understudy.observability.owned_folder import OwnedFolder, remove_abandoned
 from understudy.planning.preflight import vllm_python
 from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
@@ -92,6 +94,7 @@ class LocalTeachers:
         folder = self._folders.pop(replica, None)
         if folder is not None:
             folder.close()
+        remove_abandoned(Path(tempfile.gettempdir()), REPLICA_FOLDER)
 
     def alive(self, replica: str) -> bool:
         """Whether all processes of a replica live. A replica that lost a rank would wait for it for ever."""

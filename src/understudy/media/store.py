@@ -16,6 +16,8 @@ from pathlib import Path
 
 from understudy.errors import DataError
 
+REPLICA_FOLDER = "understudy-media-"
+"""How the names of teacher replicas' folders of pictures begin, in the folder for temporary files."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +24,7 @@ from vision_models import CONTEXT, FAMILIES, folder_of, make_model, picture, pla
 
 from understudy.assembly.teachers import check_patching
 from understudy.errors import TeacherError
+from understudy.media.pictures import PictureLimits
 from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.http import RequestRefused
@@ -30,6 +35,7 @@ from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import connect_native
 from understudy.teacher.protocol import decode_request, encode_request, request_of
+from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.probe import PROBE_PICTURE, ProbePicture, probe_items
@@ -257,3 +263,26 @@ def test_the_cache_and_the_echo_know_the_pictures(replica: Started, tmp_path: Pa
 def test_a_request_without_pictures_has_the_bytes_it_had_before(tmp_path: Path) -> None:
     item = replace(items_of(folder_of("qwen3_vl"), MediaStore(tmp_path))[2], media=())
     assert b"media" not in encode_request(request_of([item]))
+
+
+def test_the_pictures_of_a_killed_replica_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time\nfrom understudy.media.pictures import PictureLimits\n"
+        "from understudy.teacher.replica.media import ReplicaMedia\n"
+        "media = ReplicaMedia(PictureLimits())\nprint(1, flush=True)\ntime.sleep(60)\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None and killed.stdout.readline()
+        (left,) = tmp_path.iterdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        beside = ReplicaMedia(PictureLimits())
+        assert left.exists(), "the replica lives, and keeps its pictures"
+        killed.kill()
+    media = ReplicaMedia(PictureLimits())
+    assert not left.exists()
+    beside.close()
+    media.close()
+    assert not list(tmp_path.iterdir())

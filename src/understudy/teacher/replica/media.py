@@ -5,18 +5,19 @@
     POST /v1/media                 bytes   ─> {"hash": …}             once per missing picture
     POST /v1/score         hashes in media ─> scores, or 409 if a picture is gone again
 
-The replica keeps the latest ones in a folder of its own, up to a number of bytes.
+The replica keeps the latest ones in a folder of its own, up to a number of bytes. If the replica is killed, its launcher
+or the next replica removes the folder.
 """
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from understudy.media.pictures import PictureLimits, check_picture
-from understudy.media.store import MediaStore, hash_of
+from understudy.media.store import REPLICA_FOLDER, MediaStore, hash_of
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.teacher.scoring.probe import PROBE_PICTURE
 
 KEPT_BYTES = 4 << 30
@@ -26,8 +27,8 @@ class ReplicaMedia:
     """Used by the HTTP handlers; scoring threads read the store."""
 
     def __init__(self, limits: PictureLimits, kept_bytes: int = KEPT_BYTES) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="understudy-media-")
-        self.store = MediaStore(self._folder.name)
+        self._folder = OwnedFolder(REPLICA_FOLDER, None)
+        self.store = MediaStore(self._folder.path)
         self.limits, self._kept_bytes = limits, kept_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._total = 0
@@ -60,4 +61,4 @@ class ReplicaMedia:
         return name
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._folder.close()
