@@ -1,7 +1,7 @@
 """The HTTP client of one server, and the errors of talking to it.
 
     ServerError
-    ├── ServerGone      no connection, a broken one, or the client was closed: the request may go elsewhere
+    ├── ServerGone      no connection, a broken one, a damaged body, or the client was closed: the request may go elsewhere
     ├── ServerTimeout   connected, and no whole answer within the deadline
     ├── ServerRefused   4xx: the request is at fault
     └── ServerFailed    any other status
@@ -23,6 +23,7 @@ import msgspec
 from yarl import URL
 
 from understudy.errors import UnderstudyError
+from understudy.serving.checksum import DAMAGED, HEADER, checksum, is_damaged
 from understudy.serving.endpoint import Endpoint
 
 JSON = "application/json"
@@ -167,11 +168,17 @@ class ServerClient:
         if self._given_up is not None:
             raise ConnectionError(self._given_up)
         headers = {} if body is None or kind is None else {"Content-Type": kind}
+        if body is not None:
+            headers[HEADER] = checksum(body)
         # Redirects are not followed: they would carry the token to another server.
         async with self._open().request(
             method, URL(self._url + path, encoded=True), data=body, headers=headers, allow_redirects=False
         ) as response:
-            return Reply(response.status, await response.read(), response.headers.get("Content-Type", JSON))
+            answer = await response.read()
+            if response.status == DAMAGED or is_damaged(response.headers, answer):
+                which = "request" if response.status == DAMAGED else "answer"
+                raise ConnectionError(f"the body of the {which} was damaged on its way")
+            return Reply(response.status, answer, response.headers.get("Content-Type", JSON))
 
     def _open(self) -> aiohttp.ClientSession:
         """The session, made at the first request: it belongs to the event loop of the requests."""

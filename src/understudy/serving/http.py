@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from understudy.serving.bind import is_loopback
+from understudy.serving.checksum import DAMAGED, HEADER, checksum, is_damaged
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,11 @@ def answering(
     """
 
     async def answered(http: Request) -> Response:
+        response = await attempted(http)
+        response.headers[HEADER] = checksum(bytes(response.body))
+        return response
+
+    async def attempted(http: Request) -> Response:
         try:
             return await handler(http)
         except Refused as error:
@@ -128,4 +134,7 @@ async def read_body(http: Request, most: int) -> bytes:
         if size > most:
             raise Refused(413, "bytes", f"a request of more than {most} bytes")
         parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    if is_damaged(http.headers, body):
+        raise Refused(DAMAGED, "damaged", "the body is not the one that was sent; send it again")
+    return body
