@@ -11,13 +11,13 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> Iterator[None]:
-    """For all processes that a worker of a whole suite starts: one that imports torch for them."""
+    """For all processes that a worker of a whole suite starts, commands included: one that imports torch for them."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    from understudy.cluster.fork_server import prepared
+    from understudy.cluster.fork_server import MODULES, prepared
 
-    with prepared({"OMP_NUM_THREADS": "1"}):  # as teachers have it
+    with prepared({"OMP_NUM_THREADS": "1"}, (*MODULES, "understudy.run.launch")):  # as teachers have it
         yield
 
 

@@ -11,11 +11,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from forked_command import ForkedCommand, forked_command
+
 from understudy.cli.main import main
 from understudy.observability.watchdog import read_waits
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 TOKEN_VARIABLE = "UNDERSTUDY_TEST_TOKEN"
+Command = subprocess.Popen[str] | ForkedCommand
 
 
 def write_toml(path: Path, table: dict[str, Any]) -> Path:
@@ -43,7 +46,7 @@ def _named(key: str) -> str:
     return key if key.replace("_", "").isalnum() else json.dumps(key)
 
 
-def until_no_progress(process: subprocess.Popen[str], run: Path, seconds: float = 2) -> None:
+def until_no_progress(process: Command, run: Path, seconds: float = 2) -> None:
     """Waits until the run itself says that it has made no progress for this long."""
     deadline = time.monotonic() + 120
     waits = run / "waits.json"
@@ -52,11 +55,14 @@ def until_no_progress(process: subprocess.Popen[str], run: Path, seconds: float 
         time.sleep(0.2)
 
 
-def start_cli(*arguments: str, fault: str | None = None) -> subprocess.Popen[str]:
+def start_cli(*arguments: str, fault: str | None = None) -> Command:
+    """The command as a process: forked under xdist (`forked_command.py`), a new Python where a file is run alone."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("UNDERSTUDY_FAULT", None)
     if fault:
         env["UNDERSTUDY_FAULT"] = fault
+    if forked := forked_command(arguments, env):
+        return forked
     command = [sys.executable, "-m", "understudy.cli.main", *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -100,9 +100,15 @@ class ForkServer:
         return _read_at_load(environment) == self._environment
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, pipe: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: int,
+        pipe: int | None,
     ) -> ChildProcess:
-        """Fork a child; `OSError` if the fork server has ended or does not answer."""
+        """Fork a child; `OSError` if the fork server has ended or does not answer. Only a child with a pipe is
+        given `--watch-fd`."""
         job = {
             "module": module,
             "arguments": [*arguments],
@@ -113,7 +119,7 @@ class ForkServer:
         if len(message) > LARGEST:
             raise OSError("an environment this large does not fit into a message")
         with self._lock:
-            socket.send_fds(self._line, [message], [log, pipe])
+            socket.send_fds(self._line, [message], [log] if pipe is None else [log, pipe])
             deadline = time.monotonic() + _ANSWER_SECONDS
             while (pid := self._hear()) is None:
                 if self._ended or time.monotonic() > deadline:
@@ -200,8 +206,8 @@ _SERVER: ForkServer | None = None
 
 
 @contextmanager
-def prepared(env: Mapping[str, str]) -> Iterator[None]:
-    """A fork server for the duration of the block, for children with `env`.
+def prepared(env: Mapping[str, str], modules: Sequence[str] = MODULES) -> Iterator[None]:
+    """A fork server with these modules for the duration of the block, for children with `env`.
 
     Does nothing if this process has one already, off Linux, or on a machine with a GPU.
     """
@@ -209,7 +215,7 @@ def prepared(env: Mapping[str, str]) -> Iterator[None]:
     if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
         yield
         return
-    made = _SERVER = ForkServer(env)
+    made = _SERVER = ForkServer(env, modules)
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 | message | direction | when |
 |---|---|---|
 | `{"ready": bool, "why": …}` | to the launcher | imports are done; `ready` is false if extra threads run |
-| job: module, arguments, env, folder; the log and pipe descriptors | from the launcher | a child is wanted |
+| job: module, arguments, env, folder; the descriptors of the log and, if any, the pipe | from the launcher | a child is wanted |
 | `{"pid": …}` | to the launcher | the child is forked and has its own session |
 | `{"gone": pid, "code": …}` | to the launcher | the child ended; it stays a zombie |
 | `{"bury": pid}` | from the launcher | the exit code was read; the zombie is reaped |
@@ -93,17 +93,13 @@ def _serve(line: socket.socket) -> Job | None:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(asked["bury"], 0)
                 continue
-            log, pipe = given
-            pid = _fork(line, log, pipe, list(ends))
+            log, *pipe = given
+            pid = _fork(line, log, list(ends))
             if pid == 0:
-                return Job(
-                    asked["module"],
-                    [*asked["arguments"], "--watch-fd", str(pipe)],
-                    asked["env"],
-                    asked["folder"],
-                )
-            os.close(log)
-            os.close(pipe)
+                watch = ["--watch-fd", str(pipe[0])] if pipe else []
+                return Job(asked["module"], [*asked["arguments"], *watch], asked["env"], asked["folder"])
+            for descriptor in given:
+                os.close(descriptor)
             end = os.pidfd_open(pid)
             ends[end] = pid
             waiting.register(end, select.POLLIN)
@@ -120,7 +116,7 @@ def _code(pid: int) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def _fork(line: socket.socket, log: int, pipe: int, others: list[int]) -> int:
+def _fork(line: socket.socket, log: int, others: list[int]) -> int:
     """Returns 0 in the child. The parent returns only when the child has its own session."""
     hear, say = os.pipe()
     pid = os.fork()

@@ -5,7 +5,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_runs import ASSETS, run_cli, start_cli, write_toml
+from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics
@@ -35,7 +34,7 @@ def local(recipe: Make, tmp_path: Path) -> tuple[Path, Path]:
     return write_toml(tmp_path / "recipe.toml", table), Path(table["run"]["dir"])
 
 
-def until_training(process: subprocess.Popen[str], run: Path) -> list[psutil.Process]:
+def until_training(process: Command, run: Path) -> list[psutil.Process]:
     """Waits for the first steps; returns every process of the run."""
     deadline = time.monotonic() + 120
     while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
@@ -175,7 +174,7 @@ def test_a_step_whose_teacher_stands_still_is_given_up(
     assert all_gone(family, seconds=0)
 
 
-def until_held_up(process: subprocess.Popen[str], run: Path, name: str) -> None:
+def until_held_up(process: Command, run: Path, name: str) -> None:
     """Waits until the watchdog has seen spans of this name, and nothing else, for two seconds."""
     deadline = time.monotonic() + 120
     while True:
@@ -187,7 +186,7 @@ def until_held_up(process: subprocess.Popen[str], run: Path, name: str) -> None:
                 return
 
 
-def assert_leaves(process: subprocess.Popen[str], run: Path, how: str) -> None:
+def assert_leaves(process: Command, run: Path, how: str) -> None:
     """One signal; within 30 s the process is gone, and the last finished step is saved."""
     os.kill(process.pid, getattr(signal, how))
     output, _ = process.communicate(timeout=30)

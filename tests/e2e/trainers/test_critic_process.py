@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_runs import ASSETS, start_cli, write_toml
+from small_runs import ASSETS, Command, start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
@@ -170,7 +169,7 @@ def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path,
     assert report.balanced and report.trained == STEPS * 12, "every row once"
 
 
-Started = tuple[subprocess.Popen[str], Path, psutil.Process]
+Started = tuple[Command, Path, psutil.Process]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, start_cli, until_no_progress, write_toml
+from small_runs import Command, run_cli, start_cli, until_no_progress, write_toml
 
 from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
@@ -113,7 +112,7 @@ def test_a_run_of_one_rank_goes_on_with_three(recipe: Make, tmp_path: Path, uplo
     assert_near(run, alone(uploads, recipe))
 
 
-Started = tuple[subprocess.Popen[str], Path, psutil.Process]
+Started = tuple[Command, Path, psutil.Process]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -95,19 +95,13 @@ def test_one_that_was_lost_is_put_away_although_another_came_and_went(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", None)
-
-    class Quick(fork_server.ForkServer):
-        def __init__(self, env: Mapping[str, str]) -> None:
-            super().__init__(env, modules=())
-
-    monkeypatch.setattr(fork_server, "ForkServer", Quick)
-    with fork_server.prepared({}):
+    with fork_server.prepared({}, modules=()):
         lost = fork_server.current()
         assert lost is not None
         lost._process.kill()
         lost._process.wait()
         lost.ready()  # the next call raises the error
-        with fork_server.prepared({}):
+        with fork_server.prepared({}, modules=()):
             assert fork_server.current() not in (None, lost)
         assert fork_server.current() is None
     assert fork_server.current() is None
