@@ -39,7 +39,7 @@ def _peft() -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Make:
+def own(train_rows: Path, tmp_path: Path) -> Make:
     def make(name: str, placement: str = "trainer", **more: Any) -> dict[str, Any]:
         base = {"model": "student", "placement": placement, "prompt": "{{ answer }}{{ prompt }}"}
         table: dict[str, Any] = {
@@ -47,7 +47,7 @@ def own(tmp_path: Path) -> Make:
             "teachers": {"base": base},
             "loss": {"topk": VOCABULARY},
             "rollout": {"max_new_tokens": 8, "max_batch": 8},
-            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "data": {"train": str(train_rows)},
             "trainer": {"steps": 3, "batch_size": 8, "learning_rate": 1e-2, "checkpoint_every": 1},
             "run": {"dir": str(tmp_path / name), "threads": 1, "keep_rows": 1 << 22},
         }

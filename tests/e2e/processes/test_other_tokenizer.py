@@ -281,8 +281,8 @@ def test_what_cannot_be_aligned_is_refused_before_anything_starts(
     assert words in str(refused.value)
 
 
-def test_check_says_what_is_aligned(aligned: Make, tmp_path: Path) -> None:
-    table = aligned("run", data__train=str(ASSETS / "data" / "train.jsonl"))
+def test_check_says_what_is_aligned(aligned: Make, train_rows: Path, tmp_path: Path) -> None:
+    table = aligned("run", data__train=str(train_rows))
     code, output = call_cli("check", str(write_toml(tmp_path / "r.toml", table)))
     flat = " ".join(output.split())
     assert code == 0 and "teachers.other has another tokenizer: 38 of its" in flat, output

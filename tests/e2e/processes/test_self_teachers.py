@@ -32,7 +32,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Make:
+def own(train_rows: Path, tmp_path: Path) -> Make:
     """Tables of a run in which the student in one version scores sums, and in another one sorting."""
 
     def make(name: str, add: Any, sort: Any, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def own(tmp_path: Path) -> Make:
             "teachers": teachers,
             "loss": {"topk": VOCABULARY},
             "rollout": {"max_new_tokens": 8, "max_batch": 8},
-            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "data": {"train": str(train_rows)},
             "trainer": {
                 "steps": 4,
                 "batch_size": 8,

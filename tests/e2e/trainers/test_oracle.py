@@ -1,6 +1,7 @@
 """The framework and the one-file oracle give the same losses, step by step."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def oracle() -> list[dict[str, Any]]:
         "--data", str(ASSETS / "data" / "train.jsonl"),
         "--steps", str(STEPS), "--batch-size", str(BATCH), "--learning-rate", str(RATE),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in the run that it is compared with
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
