@@ -55,13 +55,13 @@ def until_no_progress(process: Command, run: Path, seconds: float = 2) -> None:
         time.sleep(0.2)
 
 
-def start_cli(*arguments: str, fault: str | None = None) -> Command:
+def start_cli(*arguments: str, fault: str | None = None, fork: bool = True) -> Command:
     """The command as a process: forked under xdist (`forked_command.py`), a new Python where a file is run alone."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("UNDERSTUDY_FAULT", None)
     if fault:
         env["UNDERSTUDY_FAULT"] = fault
-    if forked := forked_command(arguments, env):
+    if fork and (forked := forked_command(arguments, env)):
         return forked
     command = [sys.executable, "-m", "understudy.cli.main", *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -43,7 +43,7 @@ def test_one_step_on_a_ray_of_its_own(tmp_path: Path) -> None:
         "cluster": {"backend": "ray"},
         "run": {"dir": str(tmp_path / "run"), "threads": 1},
     }
-    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet", fork=False)
     family: dict[psutil.Process, str] = {}
     while process.poll() is None:
         # Of the command alone: the process that runs the tests has children of other tests.
