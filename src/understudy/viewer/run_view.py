@@ -99,10 +99,10 @@ class RunView:
         facts |= {"rows trained": state.get("rows_trained"), "rows dead-lettered": state.get("dead_letters")}
         recipe, path = self.recipe(), shlex.quote(str(self.run.path))
         status = self.status()
-        commands = {
-            "evaluate": f"understudy eval {path} --best",
-            "export": f"understudy export {path} my-student --best",
-        }
+        commands = {}
+        if any(self.run.checkpoints.glob("step-*")):
+            commands["evaluate"] = f"understudy eval {path} --best"
+            commands["export"] = f"understudy export {path} my-student --best"
         if status in ("stopped", "killed", "failed"):
             commands = {"resume": f"understudy resume {path}", **commands}
         return {

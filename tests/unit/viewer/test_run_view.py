@@ -130,6 +130,13 @@ def test_a_resumed_run_has_a_second_launch(tmp_path: Path) -> None:
     assert len(found["launches"]) == 2 and found["end"] == pytest.approx(12.9 + 0.6)
 
 
+def test_commands_that_need_a_checkpoint_are_shown_once_there_is_one(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    assert not {"evaluate", "export"} & set(opened(run).summary()["commands"])
+    (run.checkpoints / "step-000002").mkdir(parents=True)
+    assert set(opened(run).summary()["commands"]) >= {"evaluate", "export"}
+
+
 def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     journalled(run)
