@@ -31,7 +31,7 @@ from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.vllm import VLLMSettings, start_vllm
-from understudy.engines.servers.vllm_servers import cpu_environment, cpu_options
+from understudy.engines.servers.vllm_servers import cpu_environment, cpu_options, picture_options
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
 from understudy.observability.live import LiveView
@@ -153,7 +153,8 @@ def vllm_settings(
     """`devices` as in `open_engine`."""
     rollout = settings.rollout
     base: dict[str, str] = {}
-    options = list(rollout.engine_args)
+    family = student.pictures.processor.family if student.pictures is not None else None
+    options = picture_options(rollout.engine_args, family)
     if student.device.type == "cpu" and not torch.cuda.is_available():
         base, options = cpu_environment(), cpu_options(options)
     candidates = settings.candidates

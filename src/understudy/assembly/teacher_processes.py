@@ -20,7 +20,12 @@ from pathlib import Path
 from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
-from understudy.engines.servers.vllm_servers import VLLMServers, cpu_environment, cpu_options
+from understudy.engines.servers.vllm_servers import (
+    VLLMServers,
+    cpu_environment,
+    cpu_options,
+    picture_options,
+)
 from understudy.media.store import REPLICA_FOLDER
 from understudy.observability.owned_folder import OwnedFolder, remove_abandoned
 from understudy.planning.preflight import vllm_python
@@ -179,11 +184,12 @@ class VLLMTeachers:
         token: str,
         seats: Seats,
         k: int,
+        family: str | None = None,
     ) -> None:
-        """`k`: the candidates per token that the recipe asks for."""
+        """`k`: the candidates per token that the recipe asks for. `family`: the student's, if it reads pictures."""
         self._processes, self._servers = processes, VLLMServers(processes, token)
         self._name, self._teacher, self._seats = name, teacher, seats
-        self._batching, self._k = batching, k
+        self._batching, self._k, self._family = batching, k, family
         self.endpoints: dict[str, Endpoint] = {}
 
     async def start(self, replica: str) -> Endpoint:
@@ -244,5 +250,5 @@ class VLLMTeachers:
             options.append(f"--revision={teacher.revision}")
         if teacher.trust_remote_code:
             options.append("--trust-remote-code")
-        options += teacher.engine_args
+        options += picture_options(teacher.engine_args, self._family)
         return words + [f"--option={option}" for option in (cpu_options(options) if on_cpu else options)]

@@ -112,6 +112,10 @@ class StudentFacts:
         return self.aligned[teacher].vocabulary if teacher in self.aligned else self.vocabulary
 
     @property
+    def family(self) -> str | None:
+        return None if self.pictures is None else self.pictures.processor.family
+
+    @property
     def media(self) -> MediaStore | None:
         return None if self.pictures is None else self.pictures.store
 
@@ -192,7 +196,7 @@ async def start_teachers(
             teachers.launchers[name] = BaseTeacher(name, teacher, batching, token, student.base)
         elif teacher.starts_vllm:
             teachers.launchers[name] = VLLMTeachers(
-                processes, name, teacher, batching, token, seats, settings.teachers_choose
+                processes, name, teacher, batching, token, seats, settings.teachers_choose, student.family
             )
         else:
             launcher = LocalTeachers(processes, name, teacher, batching, token, seats)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from understudy.media.processor import PictureReader
+from understudy.media.processor import QWEN, PictureReader
 
 
 def vllm_parts(reader: PictureReader, key: str, tokens: np.ndarray, media: tuple[str, ...]) -> dict[str, Any]:
@@ -26,14 +26,17 @@ def vllm_parts(reader: PictureReader, key: str, tokens: np.ndarray, media: tuple
 def one_marker_each(
     reader: PictureReader, key: str, tokens: np.ndarray, media: tuple[str, ...]
 ) -> np.ndarray:
-    """The tokens with one placeholder for each picture, for a server that expands it itself (Qwen)."""
+    """The tokens with one placeholder for each picture, for a server that expands it itself."""
     places = np.flatnonzero(tokens == reader.processor.image_token_id)
+    # Tiles have tags: two before the first, one after the last.
+    before, after = (0, 0) if reader.processor.family in QWEN else (2, 1)
     keep = np.ones(len(tokens), dtype=bool)
     done = 0
     for name in reader.within(key, tokens, media):
-        count = reader.count(name)
-        keep[places[done + 1 : done + count]] = False
-        done += count
+        first, last = places[done], places[done + reader.count(name) - 1]
+        keep[max(first - before, 0) : last + after + 1] = False
+        keep[first] = True
+        done += reader.count(name)
     return tokens[keep]
 
 

@@ -61,6 +61,7 @@ class PictureProcessor:
     """Placeholders per tile (SmolVLM and Idefics3)."""
     config: Any = None
     """The model's config."""
+    tokenizer: Any = None
     _cache: OrderedDict[str, dict[str, np.ndarray]] = field(default_factory=OrderedDict)
     _cached_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,7 +98,7 @@ class PictureProcessor:
             vision = config.vision_config
             tile = int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)
         return PictureProcessor(
-            config.model_type, images, texts[0], known[0], tuple(known), texts, tile, config
+            config.model_type, images, texts[0], known[0], tuple(known), texts, tile, config, tokenizer
         )
 
     def save(self, folder: Path | str) -> None:
@@ -146,6 +147,10 @@ class PictureProcessor:
             for r in range(rows)
         )
         return "".join(lines) + "\n" + end
+
+    def ids_of(self, size: tuple[int, int]) -> list[int]:
+        """The ids of `text_of`."""
+        return list(self.tokenizer(self.text_of(size), add_special_tokens=False)["input_ids"])
 
     def count(self, size: tuple[int, int]) -> int:
         """Placeholder ids of a picture of (width, height)."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from understudy.config import Recipe
 from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
-from understudy.media.processor import FAMILIES, IDEFICS, NAMES, QWEN, PictureProcessor
+from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
@@ -32,7 +32,7 @@ def picture_problems(
     if not rows:
         return []
     first = f"{role}: {dataset.place(rows[0])} has pictures"
-    problems = [f"{first}; {why}" for why in _unsupported(recipe, student)]
+    problems = [f"{first}; {why}" for why in _unsupported(recipe)]
     if student is not None and (family := _family(student)) not in FAMILIES:
         what = f"is of the family {family}" if "vision_config" in student.config else "reads text only"
         problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
@@ -53,8 +53,10 @@ def picture_problems(
             problems.append(
                 f"{place}; a teacher served by {teacher.backend} gets text only, serve it natively or by vLLM"
             )
-        elif teacher.backend == "vllm" and (why := _not_by_vllm(recipe, teachers.get(name))):
-            problems.append(f"{place}; a teacher served by vllm {why}, serve it natively")
+        elif teacher.backend == "vllm" and recipe.cluster.backend == "ray":
+            problems.append(
+                f"{place}; a teacher served by vllm gets no pictures from remote workers, serve it natively"
+            )
         elif (folder := teachers.get(name)) is not None and (family := _family(folder)) not in FAMILIES:
             problems.append(
                 f"{place}, of the family {family}, which reads no pictures here; route such rows to a teacher of {NAMES} "
@@ -63,26 +65,15 @@ def picture_problems(
     return problems
 
 
-def _not_by_vllm(recipe: Recipe, teacher: ModelFolder | None) -> str:
-    """Why vLLM cannot score rows with pictures; empty if it can."""
-    if teacher is not None and "vision_config" in teacher.config and _family(teacher) not in QWEN:
-        return f"gets pictures of Qwen2.5-VL and Qwen3-VL only, and its family is {_family(teacher)}"
-    return "gets no pictures from remote workers" if recipe.cluster.backend == "ray" else ""
-
-
 def _family(folder: ModelFolder) -> str:
     return str(folder.config.get("model_type", ""))
 
 
-def _unsupported(recipe: Recipe, student: ModelFolder | None) -> list[str]:
+def _unsupported(recipe: Recipe) -> list[str]:
     engine = recipe.rollout.engine
     why = []
     if engine not in ("hf", "vllm"):
         why.append(f'rollout.engine = "{engine}" gets text only; set rollout.engine = "hf" or "vllm"')
-    elif engine == "vllm" and student is not None and _family(student) in IDEFICS:
-        why.append(
-            'rollout.engine = "vllm" gets pictures of Qwen2.5-VL and Qwen3-VL only; set rollout.engine = "hf"'
-        )
     if recipe.critic is not None:
         why.append("a critic reads text only; leave [critic] out")
     if recipe.trainer.ranks > 1 and not recipe.student.freeze_vision:

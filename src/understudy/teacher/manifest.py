@@ -46,13 +46,19 @@ class PictureFacts(msgspec.Struct, frozen=True):
     """Everything that decides the numbers a picture becomes."""
     probe_tokens: int
     """Placeholders of the picture that goes with the fixed tokens."""
+    probe_ids: list[int] = []
+    """All ids that stand for it, tags of its tiles included; empty: the placeholders alone."""
 
 
 def picture_facts(reader: PictureReader) -> PictureFacts:
     """Of a model with this processor; its store has the picture of the fixed tokens."""
     processor = reader.processor
     return PictureFacts(
-        processor.image_token_id, processor.patching, processor.settings, reader.count(PROBE_HASH)
+        processor.image_token_id,
+        processor.patching,
+        processor.settings,
+        reader.count(PROBE_HASH),
+        processor.ids_of(reader.size(PROBE_HASH)),
     )
 
 

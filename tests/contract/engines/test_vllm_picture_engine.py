@@ -25,8 +25,9 @@ from vision_models import make_model, picture, plain_inputs, reader_of
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
+from understudy.engines.servers.vllm_servers import picture_options
 from understudy.errors import DataError
-from understudy.media.processor import PictureReader
+from understudy.media.processor import QWEN, PictureReader
 from understudy.media.store import MediaStore
 from understudy.types.usable_ids import UsableIds
 
@@ -53,6 +54,7 @@ class Rows:
         own = reader.processor.placeholder_ids
         rows = self.model.get_output_embeddings().weight.shape[0]
         self.usable = UsableIds(rows, own, own)
+        self.vision = "visual" if reader.processor.family in QWEN else "vision_model"
         self.sampling = Sampling(24, candidates=3, usable=self.usable, head_rows=rows)
 
     def requests(self, new: int = 24) -> list[GenerateRequest]:
@@ -61,7 +63,8 @@ class Rows:
     def _request(self, key: str, shown: tuple[str, ...], new: int) -> GenerateRequest:
         names = tuple(self.reader.store.put(PICTURES[one]) for one in shown)
         texts = [self.reader.processor.text_of(self.reader.size(name)) for name in names]
-        text = f"look: {' then '.join(f'<|vision_start|>{one}<|vision_end|>' for one in texts)}?"
+        around = "<|vision_start|>{}<|vision_end|>" if self.vision == "visual" else "{}"
+        text = f"look: {' then '.join(around.format(one) for one in texts)}?"
         ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         return GenerateRequest(key, ids, replace(self.sampling, max_new_tokens=new), 7, media=names)
 
@@ -115,14 +118,14 @@ async def pictures_are_not_mixed(engine: VLLMEngine, rows: Rows) -> None:
 
 async def new_weights_reach_both_parts(engine: VLLMEngine, rows: Rows) -> None:
     """Idle servers: features of pictures that the old weights computed are not used again."""
-    for version, part in ((1, "language_model"), (2, "visual"), (3, "lm_head")):
+    for version, part in ((1, "layers.0.self_attn"), (2, rows.vision), (3, "lm_head")):
         new = moved(rows.model, part)
         await engine.update_weights(version, weights_of(new))
         asked = rows.requests()
         for request, generation in zip(asked, await engine.generate(asked), strict=True):
             assert set(generation.weight_versions.tolist()) == {version}
             rows.check(new, request, generation)
-            if request.media or part != "visual":
+            if request.media or part != rows.vision:
                 old = rows.plain(rows.model, request, generation)
                 drawn = np.take_along_axis(old, generation.tokens[:, None], 1)[:, 0]
                 assert np.abs(drawn - generation.logprobs).max() > 1e-3, part
@@ -155,7 +158,9 @@ async def a_live_update_splits_rows(engine: VLLMEngine, rows: Rows) -> None:
 
 async def a_picture_cut_into_other_tokens_fails_its_row(engine: VLLMEngine, rows: Rows) -> None:
     """A student whose processor gives a picture fewer tokens than vLLM's does."""
-    rows.reader.processor.image_processor.size = {"shortest_edge": 256, "longest_edge": 512}
+    if rows.reader.processor.family in QWEN:
+        rows.reader.processor.image_processor.size = {"shortest_edge": 256, "longest_edge": 512}
+    rows.reader.processor.tile_tokens = 1
     asked = rows.requests()[0]
     with pytest.raises(DataError, match=r"row-0: the server read .* ids for a row with pictures, which has"):
         await engine.generate([asked])
@@ -164,18 +169,25 @@ async def a_picture_cut_into_other_tokens_fails_its_row(engine: VLLMEngine, rows
 @pytest.mark.skipif(not VLLM_PYTHON, reason="set UNDERSTUDY_VLLM_PYTHON to an interpreter that has vLLM")
 @pytest.mark.parametrize(
     ("family", "launcher"),
-    [("qwen2_5_vl", LocalProcesses), ("qwen3_vl", RemoteProcesses)],
-    ids=["socket", "proxy"],
+    [
+        ("qwen2_5_vl", LocalProcesses),
+        ("qwen3_vl", RemoteProcesses),
+        ("smolvlm", LocalProcesses),
+        ("idefics3", LocalProcesses),
+    ],
+    ids=["qwen2_5_vl", "qwen3_vl-proxy", "smolvlm", "idefics3"],
 )
 def test_vllm_generates_from_pictures(tmp_path: Path, family: str, launcher: type[LocalProcesses]) -> None:
     """Over its Unix socket, or over the proxy by which a server on another machine is reached."""
-    if subprocess.run([VLLM_PYTHON, "-c", "import torchvision"], capture_output=True, check=False).returncode:
-        pytest.skip(f"{VLLM_PYTHON} has no torchvision, without which vLLM reads no pictures")
+    needed = "torchvision, num2words" if family == "smolvlm" else "torchvision"
+    if subprocess.run([VLLM_PYTHON, "-c", f"import {needed}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{VLLM_PYTHON} has no {needed}, without which vLLM reads no pictures of {family}")
     # A size of heads that vLLM's attention on a CPU takes.
     folder = make_model(tmp_path / "model", family, hidden=128, heads=(2, 1))
     reader = reader_of(folder, MediaStore(tmp_path / "media"))
-    options = ("--enforce-eager", "--max-logprobs", "8", "--enable-prefix-caching")
-    settings = VLLMSettings(VLLM_PYTHON, str(folder), 256, 16, "float32", options, (ENVIRONMENT,))
+    options = ["--enforce-eager", "--max-logprobs", "8", "--enable-prefix-caching"]
+    options = picture_options(options, family)
+    settings = VLLMSettings(VLLM_PYTHON, str(folder), 320, 16, "float32", tuple(options), (ENVIRONMENT,))
 
     async def body() -> None:
         rows, processes = Rows(folder, reader), launcher(tmp_path / "logs", start_timeout=400)

@@ -144,16 +144,16 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path: Path) -> None:
         renderer.render(data.prompt(0, key="a", epoch=0))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ids_with_one_marker_for_each_picture(family: str, tmp_path: Path) -> None:
     """Also of pictures that touch, and of the beginning of a row that holds the first one only."""
     store = MediaStore(tmp_path)
     reader = reader_of(folder_of(family), store)
     names = tuple(store.put(picture("red", size)) for size in ((40, 24), (70, 30), (24, 24)))
     pad = reader.processor.image_token_id
-    shown = [[pad] * reader.count(name) for name in names]
+    shown = [reader.processor.ids_of(reader.size(name)) for name in names]
     row = np.array([50, *shown[0], *shown[1], 51, 52, *shown[2]], np.int32)
     assert one_marker_each(reader, "row", row, names).tolist() == [50, pad, pad, 51, 52, pad]
     first = row[: 1 + len(shown[0])]
     assert one_marker_each(reader, "row", first, names).tolist() == [50, pad]
-    assert one_marker_each(reader, "row", np.array([7], np.int32), ()).tolist() == [7]
+    assert one_marker_each(reader, "row", np.array([52], np.int32), ()).tolist() == [52]

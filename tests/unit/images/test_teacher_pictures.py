@@ -194,7 +194,9 @@ def test_the_pool_sends_a_picture_with_its_fixed_tokens(replica: Started, tmp_pa
 
     fixed, (first, second, third) = asyncio.run(run())
     reader = reader_of(folder, store)
-    shown = ProbePicture(reader.processor.image_token_id, reader.count(store.put(PROBE_PICTURE)))
+    shown = ProbePicture(
+        reader.processor.image_token_id, reader.processor.ids_of(reader.size(store.put(PROBE_PICTURE)))
+    )
     hidden = reader.processor.placeholder_ids
     probe = probe_items(len(processor_vocabulary(folder)), CONTEXT, hidden, shown)[0]
     theirs = expected(folder, probe, [PROBE_PICTURE])

@@ -31,6 +31,8 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 LARGER = 6.0
 """Random weights are multiplied by this, so that logits differ enough between tokens."""
 CONTEXT = 512
+TILE_TOKENS = 4
+"""Of SmolVLM and Idefics3."""
 _LETTERS = [chr(code) for code in range(33, 127)]
 _SPECIAL = [
     "<pad>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
@@ -165,6 +167,8 @@ def make_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     image_processor_of(family, **(image_options or {})).save_pretrained(folder)
+    if not family.startswith("qwen"):  # tokens of a tile, which transformers' own processors read here
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": TILE_TOKENS}))
     config = json.loads((folder / "preprocessor_config.json").read_text())
     assert config["image_processor_type"]
     return folder

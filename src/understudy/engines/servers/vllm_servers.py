@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from understudy.engines.launcher import HostLauncher
+from understudy.media.processor import IDEFICS
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import StartedProcess
 
@@ -16,6 +17,7 @@ HOST_MODULE = "understudy.engines.servers.vllm_process"
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """By default vLLM on a CPU takes 4 GiB and binds itself to cores that the trainer uses."""
 _EAGER = "--enforce-eager"
+_PROCESSOR = "--mm-processor-kwargs"
 
 
 class VLLMServers:
@@ -44,6 +46,13 @@ class VLLMServers:
 def cpu_environment() -> dict[str, str]:
     """What a server on a CPU gets unless the environment has it already."""
     return {key: value for key, value in _CPU_DEFAULTS.items() if key not in os.environ}
+
+
+def picture_options(options: Sequence[str], family: str | None) -> list[str]:
+    """`family`: of the model, if it reads pictures. SmolVLM and Idefics3 resize a picture in several steps, which vLLM
+    then does by Pillow, as everything here does; pictures of other families are sent in their last size."""
+    given = any(option.startswith(_PROCESSOR) for option in options)
+    return [*options, *([] if given or family not in IDEFICS else [f'{_PROCESSOR}={{"use_fast": false}}'])]
 
 
 def cpu_options(options: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.utils import cached_file
 
 from understudy.errors import CheckpointError
 from understudy.media.processor import PictureProcessor
@@ -21,6 +22,8 @@ from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE,
 from understudy.policy.load import load_student, load_tokenizer
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
 
+_PROCESSOR_FILES = ("processor_config.json", "video_preprocessor_config.json")
+"""Of a vision-language model: among others, how many tokens stand for a tile of SmolVLM."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FACTS = {
     "student": "Student (base model)",
@@ -99,6 +102,16 @@ def _write_model(
     student.tokenizer.save_pretrained(folder)
     if (pictures := PictureProcessor.load(base_model, revision)) is not None:
         pictures.image_processor.save_pretrained(str(folder))
+        for name in _PROCESSOR_FILES:
+            found = cached_file(
+                base_model,
+                name,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            if found is not None:
+                shutil.copyfile(found, folder / name)
 
 
 def _write_adapter(

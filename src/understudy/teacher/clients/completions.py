@@ -27,7 +27,7 @@ import numpy as np
 
 from understudy.errors import TeacherError, TeacherReplyError
 from understudy.media.for_vllm import vllm_parts
-from understudy.media.processor import QWEN, PictureReader
+from understudy.media.processor import PictureReader
 from understudy.teacher.clients.http import RequestRefused, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
@@ -204,14 +204,14 @@ class CompletionsClient:
         """Asks about the picture of the fixed tokens; an error if the server cuts it into other tokens."""
         if self._pictures is None:
             return False
-        if route is not Route.GENERATE or self._pictures.processor.family not in QWEN:
+        if route is not Route.GENERATE:
             missing["pictures"] = (
-                f"they need vLLM's {Route.GENERATE} (vllm serve --enable-scale-out) and Qwen2.5-VL or Qwen3-VL; this is "
-                f"{route} and {self._pictures.processor.family}"
+                f"they need vLLM's {Route.GENERATE} (vllm serve --enable-scale-out); this is {route}"
             )
             return False
+        own = self._pictures.processor
         self._pictures.store.put(PROBE_PICTURE)
-        shown = ProbePicture(self._pictures.processor.image_token_id, self._pictures.count(PROBE_HASH))
+        shown = ProbePicture(own.image_token_id, own.ids_of(self._pictures.size(PROBE_HASH)))
         (item,) = probe_items(self._vocab_size, 1 << 30, self._unused, shown)
         try:
             await self._ask(route, item, None)

@@ -33,7 +33,10 @@ class Identity:
 def shown_of(manifest: Manifest) -> ProbePicture | None:
     """The picture that goes with the fixed tokens, for a teacher that reads pictures."""
     facts = manifest.pictures
-    return None if facts is None else ProbePicture(facts.image_token_id, facts.probe_tokens)
+    if facts is None:
+        return None
+    ids = facts.probe_ids or [facts.image_token_id] * facts.probe_tokens
+    return ProbePicture(facts.image_token_id, ids)
 
 
 async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:

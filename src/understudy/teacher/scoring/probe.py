@@ -28,7 +28,7 @@ class ProbePicture:
     """The probe's picture as one teacher's tokens."""
 
     image_token_id: int
-    tokens: int
+    ids: Sequence[int]
 
 
 def probe_items(
@@ -41,15 +41,14 @@ def probe_items(
     if unused:  # an id without a token is replaced by the next that has one
         known = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.asarray(unused, dtype=np.int32))
         tokens = known[np.searchsorted(known, tokens) % len(known)]
-    if shown is None or shown.tokens + len(tokens) > max_length:
+    if shown is None or len(shown.ids) + len(tokens) > max_length:
         return [probe_item("probe", tokens)]
     if shown.image_token_id in tokens:
         other = next(one for one in range(vocab) if one != shown.image_token_id and one not in unused)
         tokens = np.where(tokens == shown.image_token_id, np.int32(other), tokens)
     before = min(3, len(tokens) - 1)
-    place = np.full(shown.tokens, shown.image_token_id, np.int32)
-    whole = np.concatenate([tokens[:before], place, tokens[before:]])
-    positions = np.concatenate([np.arange(1, before), np.arange(before + shown.tokens, len(whole))])
+    whole = np.concatenate([tokens[:before], np.asarray(shown.ids, np.int32), tokens[before:]])
+    positions = np.concatenate([np.arange(1, before), np.arange(before + len(shown.ids), len(whole))])
     return [ScoreItem("probe", whole, positions.astype(np.int32), Signal.SAMPLED, media=(PROBE_HASH,))]
 
 
