@@ -14,6 +14,7 @@ socket closes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -145,6 +146,9 @@ def _become(job: Job) -> None:
     os.chdir(job.folder)
     sys.path[0] = job.folder
     sys.argv = [job.module, *job.arguments]
+    atexit.register(
+        gc.unfreeze
+    )  # frozen objects count as leaks, which Triton prints after the child's own error
     sys.modules["numpy"].random.seed()  # otherwise all forks would draw the same numbers
     setproctitle(" ".join((sys.executable, "-m", job.module, *job.arguments)))  # shown by `ps`
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ import pytest
 
 from understudy.cluster import fork_server
 from understudy.cluster.local import Child, LocalProcesses
+from understudy.errors import ChildDied
 
 CHILD = """
 import argparse, json, os, random, sys
@@ -204,6 +205,7 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
             "import sys; was = 'torch' in sys.modules\nimport numpy, torch\nassert was and torch.ones(64, 64).mm(torch.ones(64, 64)).sum() == 64**3\n",
         )
     )
+    (tmp_path / "fails_for_test.py").write_text("raise RuntimeError('no such recipe')")
     monkeypatch.chdir(tmp_path)
     made = fork_server.ForkServer({}, modules=fork_server.MODULES)
     monkeypatch.setattr(fork_server, "_SERVER", made)
@@ -212,6 +214,9 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
         processes = LocalProcesses(tmp_path / "logs", start_timeout=60)
         child = await processes.start("one", "computes_for_test", [])
         assert is_forked(child), json.dumps(child.ready)
+        # Its error is what it says last: extension modules do not complain of objects that leaked.
+        with pytest.raises(ChildDied, match=r"RuntimeError: no such recipe\n\(process two ended with code 1"):
+            await processes.start("two", "fails_for_test", [])
         await processes.close()
 
     try:
