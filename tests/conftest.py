@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,10 @@ def one_fork_server() -> Iterator[None]:
         return
     from understudy.cluster.fork_server import MODULES, prepared
 
-    with prepared({"OMP_NUM_THREADS": "1"}, (*MODULES, "understudy.run.launch")):  # as teachers have it
+    # A child whose environment differs in these is started as a new Python.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "e2e")  # rewards and agent loops of tests
+    with prepared({}, (*MODULES, "understudy.run.launch")):
         yield
 
 
