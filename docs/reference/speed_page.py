@@ -45,7 +45,7 @@ SECTIONS = (
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
     Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout/rollout.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
-    Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/worker_tokens.py"),
+    Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
     Section("The page on a run of 100,000 rows", "viewer-aarch64", "python benchmarks/viewer.py", besides="of a core|processes"),
     Section("What keeping rows costs a step, on a CPU", "keep_rows-aarch64", "python benchmarks/step_cpu.py --keep-rows"),

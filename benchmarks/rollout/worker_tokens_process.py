@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from understudy.engines.base import Sampling
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.render import Renderer
@@ -33,7 +34,9 @@ class CountingHandler:
     def __init__(self, setup: Setup, renderer: Renderer) -> None:
         self.work: dict[str, Any] = {}
 
-    async def store(self, prompt: Prompt, trajectories: Sequence[Trajectory], segment: int) -> bytes:
+    async def store(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], segment: int, sampling: Sampling
+    ) -> bytes:
         return str(len(trajectories[0].tokens)).encode()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """What one remote worker's generation costs the trainer's process: CPU time and bytes.
 
-    python benchmarks/worker_tokens.py            about a minute
-    python benchmarks/worker_tokens.py --quick    few generations, nothing written
+    python benchmarks/rollout/worker_tokens.py            about a minute
+    python benchmarks/rollout/worker_tokens.py --quick    few generations, nothing written
 
 Two rollout workers are processes of their own and connect to the trainer by TCP, as on other machines. Their
 loops generate once per session. The engine is a process too. It answers at once with prepared tokens, so only
@@ -41,7 +41,6 @@ from starlette.routing import Route
 from transformers import AutoTokenizer
 
 import understudy
-from hardware import cpu_name
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
 from understudy.engines.hosted.app import HostApp
 from understudy.engines.hosted.engine import HostedEngine
@@ -59,6 +58,9 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason
 from understudy.weights.snapshots import Snapshots
 from worker_tokens_process import PROMPT_TOKENS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hardware import cpu_name
 
 WORKERS, AT_ONCE = 2, 8
 ROUNDS, LONG, GOAL_MS = 5, 16384, 5.0
@@ -280,5 +282,5 @@ if __name__ == "__main__":
     found = asyncio.run(main(arguments.quick))
     print(json.dumps(found, indent=1))
     if not arguments.quick:
-        file = Path(__file__).parent / "results" / f"worker_tokens-{cpu_name()}-{date.today()}.json"
+        file = Path(__file__).parents[1] / "results" / f"worker_tokens-{cpu_name()}-{date.today()}.json"
         file.write_text(json.dumps(found, indent=1) + "\n")
