@@ -102,6 +102,8 @@ def publisher_of(settings: EngineSettings, policy: Policy | LeadingPolicy, engin
     """The publisher of the policy's weights to this engine."""
     if isinstance(engine, HFEngine):
         if settings.shares_tensors:
+            if isinstance(policy, Policy) and (features := policy.forward.features) is not None:
+                engine.share_features(features)
             return SharedWeights(policy.model, engine)
         return CopiedWeights(policy.named_weights, engine)
     if not settings.rollout.live_weights:

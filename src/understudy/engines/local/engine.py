@@ -40,7 +40,7 @@ from understudy.errors import EngineError
 from understudy.media.processor import PictureReader
 from understudy.nn.rotary_border import crossing, rotary_border
 from understudy.nn.vision import is_vision, is_vision_frozen, vision_parameters
-from understudy.nn.vision_features import features_for
+from understudy.nn.vision_features import VisionFeatures, features_for
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,10 @@ class HFEngine:
         """
         if not self._shares(model):
             self._adopt(sharing_copy(model))
+
+    def share_features(self, features: VisionFeatures) -> None:
+        """Keeps features of pictures together with a trainer of the same tensors, whose vision tower is frozen."""
+        self._features = features
 
     def _shares(self, model: Any) -> bool:
         own, theirs = (dict(one.named_parameters(remove_duplicate=False)) for one in (self._model, model))
