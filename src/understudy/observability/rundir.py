@@ -69,8 +69,9 @@ class RunDir:
         return run
 
     def check_new(self) -> None:
-        """Raises if the folder is not empty."""
-        if not _is_free(self.path):
+        """Raises if the folder is not empty. What a launch leaves that ended before it could write recipe.json is no run
+        yet: the same command begins it anew."""
+        if not (_is_free(self.path) or self._is_left_from_a_start()):
             if self.recipe.exists():
                 raise RunDirectoryError(
                     f"{self.path} holds a run already; continue it with `understudy resume {self.path}`, or name another folder "
@@ -79,6 +80,17 @@ class RunDir:
             raise RunDirectoryError(
                 f"{self.path} exists, is not empty and holds no run; name another folder in run.dir, or empty it"
             )
+
+    def _is_left_from_a_start(self) -> bool:
+        """Whether the folder holds only what is made before recipe.json. A launch that is just there holds the lock."""
+        made = {"logs", "checkpoints", "lock"}
+        others = {one.name for one in self.path.iterdir()} - made
+        return (
+            self.logs.is_dir()
+            and self.checkpoints.is_dir()
+            and not any(self.checkpoints.iterdir())
+            and all(name.startswith(f".{self.recipe.name}.") for name in others)
+        )
 
     @staticmethod
     def fresh_path(name: str, base: Path = Path("runs")) -> Path:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -92,3 +93,31 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
 def test_a_new_run_directory_is_its_owner_s_alone(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "deep" / "run"), "small")
     assert run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_launch_that_ended_before_its_recipe_was_written_can_be_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill, or on a disk that fails then."""
+    begun = RunDir.create(str(tmp_path / "run"), "run")
+    lock = begun.lock()
+    monkeypatch.setattr(os, "fsync", _failing)
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        write_atomically(begun.recipe, "{}")
+    (begun.path / ".recipe.json.12-34.tmp").touch()  # of one that was killed
+    again = RunDir.create(str(tmp_path / "run"), "run")
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        again.lock()
+    lock.close()
+    again.lock().close()
+    (begun.checkpoints / "step-000001").mkdir()
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        again.check_new()
+    (begun.checkpoints / "step-000001").rmdir()
+    (begun.path / "notes.txt").touch()
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        again.check_new()
+
+
+def _failing(descriptor: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
