@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent / "contract" / "teacher")]
+sys.path += [str(HERE), *(str(HERE.parent / name) for name in ("e2e", "contract/teacher", "unit/images"))]
 
 from checker import History, violations  # noqa: E402
 from driver import Trial, promise, reference  # noqa: E402
@@ -50,6 +50,10 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:13", help="FIRST:END")
     parser.add_argument("--mode", help="one mode for all seeds")
     parser.add_argument(
+        "--only", default="", help="kinds of faults, with or without the role: 'clock,kill replica'"
+    )
+    parser.add_argument("--most", type=int, default=6, help="faults of a schedule")
+    parser.add_argument(
         "--out", type=Path, default=Path("nemesis.jsonl"), help="one line per seed is appended"
     )
     parser.add_argument("--schedule", help="run this schedule alone")
@@ -79,7 +83,7 @@ def _many(options: argparse.Namespace, folder: Path) -> int:
             continue
         if time.monotonic() > deadline:
             break
-        schedule = draw(seed, options.mode)
+        schedule = draw(seed, options.mode, options.most, list(filter(None, options.only.split(","))))
         found = try_schedule(schedule, folder)
         tried, faults, failed = tried + 1, faults + found["faults"], failed + bool(found["violations"])
         print(f"seed {seed} ({schedule.mode}): {found['faults']} faults, launches {found['launches']}, {found['seconds']} s", flush=True)  # fmt: skip

@@ -40,9 +40,9 @@ class Injector:
         self._lasting: list[tuple[float, Callable[[], None]]] = []
 
     def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
-        """Returns whom it hit, and how; None if its process is not there."""
+        """Returns whom it hit, and how; None if its process, or what it damages, is not there yet."""
         target = _target(fault, trainer)
-        if target is None:
+        if target is None or (fault.kind == "corrupt" and len(self._checkpoints()) < 2):
             return None
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
@@ -111,11 +111,12 @@ class Injector:
             _append(self.run / name, _HALF_A_LINE)
         _append(self.run / "dataplane" / "journal.sqlite-wal", chance.randbytes(chance.randint(1, 9000)))
 
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.run / "checkpoints").glob("step-*"))
+
     def _corrupt(self, chance: random.Random) -> None:
-        """Bytes of the newest checkpoint change, if an older one is left to go back to."""
-        folders = sorted((self.run / "checkpoints").glob("step-*"))
-        if len(folders) < 2:
-            return
+        """Bytes of the newest checkpoint change; an older one is left to go back to."""
+        folders = self._checkpoints()
         files = sorted(path for path in folders[-1].iterdir() if path.is_file() and path.stat().st_size)
         path = chance.choice(files)
         content = bytearray(path.read_bytes())
@@ -165,5 +166,5 @@ def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:
             with suppress(psutil.NoSuchProcess):
                 words = child.cmdline() or [""]
                 title = ROLES[role]
-                if title in words or words[0].startswith(title) or words[0].endswith(title):
+                if any(word.startswith(title) for word in words) or words[0].endswith(title):
                     yield child

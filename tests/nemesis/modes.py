@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ ROLES = {
     "worker": "understudy.rollout.workers.process",
     "rank": "understudy.assembly.processes.rank",
     "critic": "understudy.assembly.processes.critic",
+    "fork server": "from understudy.cluster.fork_server_process import main",
     "node": "/raylet",
     "queue": "ray::SimpleStorageUnit",
 }
-"""Role → the module that its processes run, or on Ray the end or beginning of their title. The trainer is the process
-that was started."""
+"""Role → the module that its processes run, or the beginning of their program, or on Ray the end or beginning of their
+title. The trainer is the process that was started."""
 
 _ASYNC = {"trainer__mode": "fully_async"}
+_ASYNC_1 = {**_ASYNC, "trainer__max_staleness": 1}
 _GROUPS = {
     "rollout__n": 3, "rollout__filter_groups": True, "rollout__max_refills": 50, "loss__task_coef": 0.5,
     "data__reward": "small_rewards:coarse", "trainer__batch_size": 5,
@@ -57,18 +60,29 @@ class Mode:
     """Seeds go through it. Otherwise it must be named: it needs the Ray extra, and takes minutes."""
     held_out: int = 0
     """Problems that the student is evaluated on."""
+    pictures: bool = False
+    """Small models with a vision tower, and rows with a picture each."""
+
+
+def _async_1(changes: dict[str, Any], *others: str, external: bool = False) -> Mode:
+    """Fully async with staleness 1, where rows and their order depend on time."""
+    return Mode(
+        {**_ASYNC_1, **changes}, ("trainer", "replica", *others), to_the_bit=False, same_rows=False, staleness=1, external=external
+    )  # fmt: skip
 
 
 MODES = {
     "sync full": Mode(),
     "sync fast": Mode({"run__determinism": "fast"}, to_the_bit=False),
     "async 0": Mode({**_ASYNC, "trainer__max_staleness": 0}, staleness=0),
-    "async 1": Mode({**_ASYNC, "trainer__max_staleness": 1}, to_the_bit=False, same_rows=False, staleness=1),
+    "async 1": _async_1({}),
     "async 2.5": Mode(
         {**_ASYNC, "trainer__max_staleness": 2.5}, to_the_bit=False, same_rows=False, staleness=2.5
     ),
     "lora": Mode({"student__lora": {"rank": 4, "alpha": 8}}),
-    "epochs": Mode({"trainer__epochs": 2, "trainer__mini_batch_size": 8}),
+    "epochs": Mode(
+        {"trainer__epochs": 2, "trainer__mini_batch_size": 8}, ("trainer", "fork server", "replica")
+    ),
     "filtered groups": Mode(_GROUPS),
     "several outputs": Mode(_OUTPUTS),
     "engine process": Mode({"rollout__processes": 1}, ("trainer", "replica", "engine")),
@@ -83,8 +97,17 @@ MODES = {
         by_seed=False,
     ),
     "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),
+    "async workers": _async_1({"rollout__workers": 2}, "worker"),
+    "async engine process": _async_1({"rollout__processes": 1}, "engine"),
+    "async ranks": _async_1({"trainer__ranks": 2}, "rank"),
+    "async several outputs": _async_1(_OUTPUTS),
+    "async filtered groups": _async_1(_GROUPS),
+    "async external teacher": _async_1({}, external=True),
+    "pictures": Mode(pictures=True),
+    "pictures with workers": Mode({"rollout__workers": 2}, ("trainer", "replica", "worker"), pictures=True),
 }
 STEPS = 6
+CHECKPOINT_EVERY = 2
 ROWS = 300
 """A launch checks every row of its data, so there are few."""
 
@@ -102,9 +125,16 @@ def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[st
             "train": _rows(folder, "train", ROWS),
             "reward": "understudy.rollout.rewards.builtin:exact_match",
         },
-        "trainer": {"steps": STEPS, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
+        "trainer": {
+            "steps": STEPS,
+            "batch_size": 16,
+            "learning_rate": 1e-3,
+            "checkpoint_every": CHECKPOINT_EVERY,
+        },
         "run": {"dir": str(folder / "run"), "threads": 1},
     }
+    if mode.pictures:
+        _with_pictures(table, folder)
     if mode.held_out:
         table["data"]["eval"] = _rows(folder, "valid", mode.held_out)
     if external_url is not None:
@@ -127,3 +157,29 @@ def _rows(folder: Path, name: str, count: int) -> str:
     lines = (ASSETS / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
     (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
     return str(folder / f"{name}.jsonl")
+
+
+def _with_pictures(table: dict[str, Any], folder: Path) -> None:
+    """A student and a teacher with a vision tower, a teacher of text, and rows for both."""
+    from vision_models import folder_of, picture, text_folder  # imports torch, which other modes need not
+
+    colours = ("red", "green", "blue", "white")
+    for i, colour in enumerate(colours):
+        (folder / f"{i}.png").write_bytes(picture(colour, (32 + 8 * i, 24), (i, 3)))
+    shown = [
+        {"messages": [{"role": "user", "content": f"<image>{i}?"}], "images": [f"{i % 4}.png"], "answer": colours[i % 4], "data_source": "see"}
+        for i in range(16)
+    ]  # fmt: skip
+    written = [
+        {"messages": [{"role": "user", "content": f"{i}+1=?"}], "answer": str(i + 1), "data_source": "read"}
+        for i in range(8)
+    ]
+    rows = folder / "pictures.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (*shown, *written)))
+    table["student"] = {"model": str(folder_of("qwen3_vl"))}
+    table["teachers"] = {
+        "see": {"model": str(folder_of("qwen3_vl", seed=3)), "key": "see"},
+        "read": {"model": str(text_folder("qwen3_vl")), "key": "read"},
+    }
+    table["data"]["train"] = str(rows)
+    table["trainer"]["batch_size"] = 8

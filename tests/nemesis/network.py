@@ -1,10 +1,11 @@
-"""A proxy that delays, resets or cuts connections: to a teacher's server outside the run, or between its own processes."""
+"""A proxy that delays, resets, cuts or damages connections: to a teacher's server outside the run, or between its own processes."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import functools
+import random
 import tempfile
 import threading
 from contextlib import suppress
@@ -30,7 +31,7 @@ def server_url() -> str:
 
 
 class Proxy:
-    """Passes TCP connections on, on a thread of its own. `trouble` is partition, delay, reset or empty.
+    """Passes TCP connections on, on a thread of its own. `trouble` is partition, delay, reset, damage or empty.
 
     Without a target, the first line of a connection is the port that it is passed on to (`shim/`)."""
 
@@ -38,6 +39,7 @@ class Proxy:
         self._target = None if target is None else urlsplit(target)
         self.trouble = ""
         self.port = 0
+        self._chance = random.Random(0)
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -108,6 +110,17 @@ class Proxy:
                     await asyncio.sleep(0.05)
                 if self.trouble == "delay":
                     await asyncio.sleep(_DELAY_SECONDS)
+                if self.trouble == "damage":
+                    piece = _damaged(piece, self._chance)
                 writer.write(piece)
                 await writer.drain()
             writer.write_eof()
+
+
+def _damaged(piece: bytes, chance: random.Random) -> bytes:
+    """With another byte, if the piece has a part of a body; HTTP itself notices a damaged head."""
+    start = piece.find(b"\r\n\r\n") + 4 if b"HTTP/1." in piece[:256] else 0
+    if start == len(piece):
+        return piece
+    place = chance.randrange(start, len(piece))
+    return piece[:place] + bytes([piece[place] ^ 0x41]) + piece[place + 1 :]

@@ -20,10 +20,12 @@ class Bug:
     """A mode of the nemesis, or a part of the simulation."""
     edits: Sequence[tuple[str, str, str]]
     """File of the package, the text that is replaced, and what takes its place. When the code moves on, the test fails and is rewritten with it."""
+    only: str = ""
+    """Kinds of faults that are drawn (`campaign.py --only`); empty: all."""
 
 
-def one(finder: str, file: str, old: str, new: str) -> Bug:
-    return Bug(finder, ((file, old, new),))
+def one(finder: str, file: str, old: str, new: str, only: str = "") -> Bug:
+    return Bug(finder, ((file, old, new),), only)
 
 
 def copy_with(bug: Bug, folder: Path) -> dict[str, str]:

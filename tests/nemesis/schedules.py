@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modes import MODES, STEPS
+from modes import CHECKPOINT_EVERY, MODES, STEPS
 
 POINTS = (
     "sync.after_produce", "sync.after_update", "sync.after_ack", "sync.after_metrics", "sync.after_checkpoint",
@@ -24,8 +24,11 @@ CLOCK = ("clock",)
 FSYNC = {"slow fsync": "slow", "failing fsync": "fail"}
 SQLITE = "failing sqlite flush"
 MEMORY = "no memory"
-"""By a schedule of one's own alone, and not by seeds: a reward that gets no memory is a dead letter, so bits may differ."""
-NETWORK = ("partition", "delay", "reset")
+"""Only if it is asked for (`--only`): a reward that gets no memory is a dead letter, so bits may differ."""
+NETWORK = ("partition", "delay", "reset", "damage")
+BEYOND_DEADLINES = 75.0
+"""Seconds that a process is frozen for at most: longer than a request's deadline in these recipes, and than the silence after
+which a process counts as lost (`serving/supervisor.py`)."""
 KINDS = {
     "kill": 4, "terminate": 2, "freeze": 3, "point": 3, "tear": 1, "corrupt": 1, "everything": 1,
     "full disk": 1, "failing fsync": 1, "slow fsync": 1, "clock": 1,
@@ -41,8 +44,8 @@ class Fault:
     and leave half a write at the end of its files; corrupt: kill it and damage the newest checkpoint; point: the next
     trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
     failing or slow fsync; failing sqlite flush: of the journal's files, in C; no memory: the process gets none beyond
-    what it has; clock: `time.time` jumps by `seconds`; partition, delay, reset: of the connections to the external
-    teacher, or between the run's own processes."""
+    what it has; clock: `time.time` jumps by `seconds`; partition, delay, reset, damage: of the connections to the
+    external teacher, or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
     """Steps whose metrics are written before the fault."""
@@ -74,30 +77,42 @@ class Schedule:
         return cls(written["mode"], tuple(Fault(**fault) for fault in written["faults"]))
 
 
-def draw(seed: int, mode: str | None = None, most: int = 6) -> Schedule:
-    """The schedule of a seed. Seeds go through the modes in turn, unless one is given."""
+def draw(seed: int, mode: str | None = None, most: int = 6, only: Collection[str] = ()) -> Schedule:
+    """The schedule of a seed. Seeds go through the modes in turn, unless one is given. `only`: faults of these kinds, or of
+    these kinds and roles ("kill replica")."""
     chance = random.Random(seed)
     by_seed = [name for name, own in MODES.items() if own.by_seed]
     name = mode or by_seed[seed % len(by_seed)]
     faults: list[Fault] = []
+
+    def drawn() -> Fault:
+        while True:
+            fault = draw_fault(chance, name, memory=MEMORY in only)
+            if not only or {fault.kind, f"{fault.kind} {fault.role}"} & set(only):
+                return fault
+
     for _ in range(chance.randint(1, most)):
-        fault = draw_fault(chance, name)
+        fault = drawn()
         faults.append(fault)
         if chance.random() < 0.15 and len(faults) < most:  # another one at the same moment
-            faults.append(replace(draw_fault(chance, name), after=fault.after, delay=0.0))
+            faults.append(replace(drawn(), after=fault.after, delay=0.0))
     return Schedule(name, tuple(sorted(faults, key=lambda one: one.after)))
 
 
-def draw_fault(chance: random.Random, mode: str) -> Fault:
+def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     after = chance.randrange(STEPS)
     delay = round(chance.uniform(0, 12) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.6))), 2)
     others = MODES[mode].roles[1:]
     # Half of the faults of a process hit the newest kind of process that the mode has.
     role = chance.choice(("trainer", *others, *others[-1:]))
     networked = MODES[mode].external or MODES[mode].proxied
-    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {})}
+    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {}), **({MEMORY: 3} if memory else {})}
     kind = chance.choices(list(weights), list(weights.values()))[0]
     which = chance.randrange(100)
+    if role == "fork server":  # it lives while processes start
+        after, delay = 0, round(chance.uniform(0, 5), 2)
+    if kind == "corrupt":  # the newest of two checkpoints
+        after = max(after, 2 * CHECKPOINT_EVERY)
     if kind == "point":
         own = "async" if MODES[mode].staleness is not None else "sync"
         places = [one for one in POINTS if one.split(".")[0] not in {"sync", "async"} - {own}]
@@ -105,7 +120,8 @@ def draw_fault(chance: random.Random, mode: str) -> Fault:
     if kind in ("kill", "terminate"):
         return Fault(kind, role, after, delay, which)
     if kind == "freeze":
-        seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), 20.0))
+        longest = BEYOND_DEADLINES if which % 2 else 20.0
+        seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), longest))
         return Fault(kind, role, after, delay, which, round(seconds, 2))
     if kind == "clock":
         return Fault(

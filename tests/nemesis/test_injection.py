@@ -227,3 +227,36 @@ def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
     assert ask() < 0.5
     proxy.close()
     server.shutdown()
+
+
+def test_a_proxy_damages_bodies_alone() -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "6")
+            self.end_headers()
+            self.wfile.write(b"scores")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    proxy = Proxy(f"http://127.0.0.1:{server.server_port}")
+
+    def ask() -> bytes:
+        place = urlsplit(proxy.url)
+        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=5.0)
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read()
+
+    assert ask() == b"scores"
+    proxy.make("damage")
+    damaged = [ask() for _ in range(5)]
+    assert b"scores" not in damaged and {len(one) for one in damaged} == {6}
+    proxy.make("")
+    assert ask() == b"scores"
+    proxy.close()
+    server.shutdown()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from campaign import try_schedule
 from modes import MODES
-from schedules import KINDS, NETWORK, Fault, Schedule, draw, shrink
+from schedules import BEYOND_DEADLINES, KINDS, MEMORY, NETWORK, Fault, Schedule, draw, shrink
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "seed"), [("sync full", 14), ("async 1", 1)])
 def test_a_disturbed_run_keeps_every_promise(mode: str, seed: int, tmp_path: Path) -> None:
-    """A trainer killed together with a damaged checkpoint; a replica killed under a fully async run."""
+    """All processes killed after step 4; a replica killed under a fully async run."""
     found = try_schedule(draw(seed, mode, most=2), tmp_path)
     assert found["violations"] == []
     assert found["faults"], "no fault was injected"
@@ -28,6 +28,21 @@ def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
     assert all(Schedule.from_dict(one.as_dict()) == one for one in drawn)
     kinds = {fault.kind for one in drawn for fault in one.faults}
     assert kinds == {*KINDS, *NETWORK}
+    frozen = [fault for one in drawn for fault in one.faults if fault.kind == "freeze"]
+    assert {fault.role for fault in frozen if fault.seconds == BEYOND_DEADLINES} >= {"trainer", "replica"}
+
+
+def test_faults_of_some_kinds_alone_are_drawn() -> None:
+    def drawn(*only: str) -> set[str]:
+        found = [fault for seed in range(40) for fault in draw(seed, "epochs", only=only).faults]
+        return {f"{fault.kind} {fault.role}" for fault in found}
+
+    assert drawn("kill replica", "clock") == {"kill replica", "clock trainer"}
+    assert drawn(MEMORY) == {"no memory trainer"}
+    starting = [
+        fault for seed in range(40) for fault in draw(seed, "epochs", only=["kill fork server"]).faults
+    ]
+    assert {fault.after for fault in starting} == {0}
 
 
 def test_a_failing_schedule_shrinks_to_the_fault_that_matters() -> None:
