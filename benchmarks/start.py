@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--no-end", action="store_true", help="do not measure a whole quickstart")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     options = parser.parse_args()
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # an installed package has its bytecode from the first start on
     load = os.getloadavg()[0]
     starts, floors = [], []
     with tempfile.TemporaryDirectory(prefix="understudy-start-") as folder:

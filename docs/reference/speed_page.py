@@ -37,6 +37,7 @@ class Section:
 SECTIONS = (
     Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
+    Section("The start and the end of the quickstart", "start", "python benchmarks/start.py"),
     Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 2 1 --kv-cache model fp8"),
     Section("Fully async on a CPU, rollouts of long-tailed length", "async-aarch64", "python benchmarks/async.py"),
     Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses/losses.py", only=r"(top-64|full) forward KL: "),
