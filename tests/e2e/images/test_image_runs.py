@@ -150,6 +150,7 @@ def test_every_family_runs(family: str, tmp_path: Path) -> None:
         {"rollout__workers": 2},
         {"rollout__processes": 1},
         {"loss__task_coef": 1.0, "loss__kl_coef": 0.1},
+        {"trainer__epochs": 2, "trainer__mini_batch_size": 4},
         {"student__lora__rank": 4},
         {"trainer__ranks": 2},
         {"teachers__see__replicas": 2},
