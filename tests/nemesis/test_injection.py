@@ -191,19 +191,27 @@ def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("trouble", ["partition", "reset", "delay"])
-def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
+def answering(body: bytes) -> tuple[http.server.ThreadingHTTPServer, Proxy]:
+    """A server that answers every request with this body, and a proxy before it."""
+
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    proxy = Proxy(f"http://127.0.0.1:{server.server_port}")
+    return server, Proxy(f"http://127.0.0.1:{server.server_port}")
+
+
+@pytest.mark.parametrize("trouble", ["partition", "reset", "delay"])
+def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
+    server, proxy = answering(b"")
 
     def ask() -> float:
         place = urlsplit(proxy.url)
@@ -230,19 +238,7 @@ def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
 
 
 def test_a_proxy_damages_bodies_alone() -> None:
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "6")
-            self.end_headers()
-            self.wfile.write(b"scores")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    proxy = Proxy(f"http://127.0.0.1:{server.server_port}")
+    server, proxy = answering(b"scores")
 
     def ask() -> bytes:
         place = urlsplit(proxy.url)

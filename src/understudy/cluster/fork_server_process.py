@@ -146,9 +146,8 @@ def _become(job: Job) -> None:
     os.chdir(job.folder)
     sys.path[0] = job.folder
     sys.argv = [job.module, *job.arguments]
-    atexit.register(
-        gc.unfreeze
-    )  # frozen objects count as leaks, which Triton prints after the child's own error
+    # Frozen objects count as leaks at the exit, which Triton prints after the child's own error.
+    atexit.register(gc.unfreeze)
     sys.modules["numpy"].random.seed()  # otherwise all forks would draw the same numbers
     setproctitle(" ".join((sys.executable, "-m", job.module, *job.arguments)))  # shown by `ps`
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)
