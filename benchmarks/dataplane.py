@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,10 @@ SMALL = {"tokens": np.arange(16, dtype=np.int32), "loss_mask": np.ones(16, bool)
 PER_PRELOAD = 4096
 POLL_MS = 2000.0
 """Polling interval of a peer's claims."""
-ROOMY = {"max_rows": 2_000_000, "max_bytes": 8 * 2**30, "spill_bytes": 2**20}
 
 
 def open_plane(folder: Path) -> EmbeddedDataPlane:
-    return EmbeddedDataPlane.open(folder, **ROOMY)
+    return EmbeddedDataPlane.open(folder, max_rows=2_000_000, max_bytes=8 * 2**30, spill_bytes=2**20)
 
 
 async def through(plane: EmbeddedDataPlane, rows: int, per_put: int, per_claim: int) -> tuple[float, float]:
@@ -219,11 +219,9 @@ def measure_rates(rows: int) -> list[dict[str, Any]]:
         (1, 64, "put by one, claim by 64"),
         (1, 1, "one row a call"),
     ):
-        rate, own = best(lambda folder, put=per_put, claim=per_claim: _through(folder, rows, put, claim))
+        rate, own = best(partial(_through, rows=rows, per_put=per_put, per_claim=per_claim))
         # Eight tasks with one row each share commits of up to eight rows; the peer is given batches of that size.
-        floor, floor_own = best(
-            lambda folder, per_put=per_put: sqlite_loop(folder, rows, max(TASKS, per_put))
-        )
+        floor, floor_own = best(partial(sqlite_loop, rows=rows, per_call=max(TASKS, per_put)))
         name = f"put+claim+ack, {TASKS} tasks, {name}"
         peer = "plain SQLite executemany"
         out.append(line(name, rate, "rows/s", peer, floor, ">= 20000 rows/s", rate >= 20_000))
@@ -235,7 +233,7 @@ def measure_rates(rows: int) -> list[dict[str, Any]]:
 
 def measure_held(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """The goal is a flat cost: at most half as much again, whatever is held."""
-    found = {held: in_fresh_folder(lambda folder, held=held: cost_with_held(folder, held)) for held in sizes}
+    found = {held: in_fresh_folder(partial(cost_with_held, held=held)) for held in sizes}
     out = []
     for order in Order:
         base = found[sizes[0]][order]

@@ -29,7 +29,7 @@ SMALL_ROWS = 1024
 LOGPROBS = np.random.default_rng(0).standard_normal((TOKENS, BEST)).astype(np.float32)
 FIELDS = ("teacher_topk_logprobs", "teacher_ids")
 ROW = {FIELDS[0]: LOGPROBS, FIELDS[1]: LOGPROBS.view(np.int32)}
-ROOM = {"max_rows": 10_000, "max_bytes": 8 * 2**30}
+MAX_ROWS, MAX_BYTES = 10_000, 8 * 2**30
 Read = Callable[[int, BatchMeta], Awaitable[Any]]
 
 
@@ -72,7 +72,7 @@ async def small_rows(plane: Any, rows: int, clients: int) -> float:
 
 
 async def embedded(folder: Path, rows: int, clients: int) -> dict[str, float]:
-    plane = EmbeddedDataPlane.open(folder, spill_bytes=2**20, **ROOM)
+    plane = EmbeddedDataPlane.open(folder, max_rows=MAX_ROWS, max_bytes=MAX_BYTES, spill_bytes=2**20)
     try:
         found = await through(plane, rows, clients, lambda _, meta: plane.get(meta, FIELDS))
         return found | {"small rows/s": await small_rows(plane, SMALL_ROWS, clients)}
@@ -82,7 +82,7 @@ async def embedded(folder: Path, rows: int, clients: int) -> dict[str, float]:
 
 async def queued(folder: Path, rows: int, clients: int, link: Any) -> dict[str, float]:
     module: Any = import_module("understudy.dataplane.transfer_queue.plane")
-    plane = module.TransferQueueDataPlane.open_on(link, folder, **ROOM)
+    plane = module.TransferQueueDataPlane.open_on(link, folder, max_rows=MAX_ROWS, max_bytes=MAX_BYTES)
     readers = [module.QueueReader(link.address) for _ in range(clients)]
     try:
         found = await through(plane, rows, clients, lambda client, meta: readers[client].get(meta, FIELDS))

@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -433,25 +434,29 @@ def benchmark_head() -> list[Row]:
         logits = head.logits(hidden[:2816])
         maxima = head_kernel.row_summary(logits)[1]
         share = 8192 / len(logits)
-        steps = {
-            "product, bf16": (lambda h=hidden, w=weight: h @ w.T, 1.0),
+        steps: dict[str, tuple[Callable[[], object], float]] = {
+            "product, bf16": (partial(torch.matmul, hidden, weight.T), 1.0),
             "product, fp32 in 2 GiB chunks": (
-                lambda h=hidden, e=head: [e.logits(part) for part in h.split(3533)],
+                partial(_in_chunks, head, hidden),
                 1.0,
             ),
-            "logsumexp and block maxima": (lambda x=logits: head_kernel.row_summary(x), share),
-            "torch.logsumexp": (lambda x=logits: x.logsumexp(-1), share),
-            "64 best from block maxima": (lambda x=logits, m=maxima: head_kernel.row_best(x, m, 64), share),
-            "torch.topk 64": (lambda x=logits: x.topk(64), share),
+            "logsumexp and block maxima": (partial(head_kernel.row_summary, logits), share),
+            "torch.logsumexp": (partial(torch.logsumexp, logits, -1), share),
+            "64 best from block maxima": (partial(head_kernel.row_best, logits, maxima, 64), share),
+            "torch.topk 64": (partial(torch.topk, logits, 64), share),
         }
         for k in (0, 64):
             steps[f"whole head, K={k}"] = (
-                lambda e=head, h=hidden, j=scored, k=k: score_rows(e, h, j, topk=k, chunk_bytes=2 << 30),
+                partial(score_rows, head, hidden, scored, topk=k, chunk_bytes=2 << 30),
                 1.0,
             )
         for step, (run, times) in steps.items():
             rows.append(Row(f"{name} head, {step}", times * milliseconds(run), "ms"))
     return rows
+
+
+def _in_chunks(head: Head, hidden: torch.Tensor) -> list[torch.Tensor]:
+    return [head.logits(part) for part in hidden.split(3533)]
 
 
 def milliseconds(run: Callable[[], object]) -> float:

@@ -274,7 +274,7 @@ def has_trl(python: str, vllm: bool) -> str:
 
 
 def compare(shape: Shape, ours: Timing | str, peer: Timing | str, peer_name: str, goal: float) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     if isinstance(ours, str):
         print(f"{shape.name}: ours failed: {ours}")
         return rows

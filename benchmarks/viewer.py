@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,8 @@ def _peak_megabytes(pid: int) -> float:
 
 def first_paint(address: str) -> tuple[str, float, float]:
     """What was timed, its seconds, and the seconds until the curves stood there."""
-    try:
-        from playwright.sync_api import sync_playwright  # noqa: PLC0415
-    except ImportError:
-        sync_playwright = None
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if sync_playwright is None or chromium is None:
+    if chromium is None or not find_spec("playwright"):
         begun = time.perf_counter()
         with httpx.Client(base_url=address) as client:
             for name in (
@@ -153,6 +150,8 @@ def first_paint(address: str) -> tuple[str, float, float]:
                 client.get(name).raise_for_status()
         spent = time.perf_counter() - begun
         return "requests of the first paint", spent, spent
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415
+
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()

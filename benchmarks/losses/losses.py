@@ -113,7 +113,10 @@ def worst_error(problem: Problem, objective: Objective) -> float:
         (problem.hidden.grad, hidden.grad),
         (problem.weight.grad, weight.grad),
     )
-    errors = [float((found.double() - wanted).norm() / wanted.norm()) for found, wanted in pairs]
+    errors = []
+    for found, wanted in pairs:
+        assert found is not None and wanted is not None
+        errors.append(float((found.double() - wanted).norm() / wanted.norm()))
     return max(errors) if all(error == error for error in errors) else float("inf")
 
 

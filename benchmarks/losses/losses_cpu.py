@@ -37,6 +37,7 @@ def cpu_child(path: str) -> None:
         start = time.perf_counter()
         run().backward()
         times.append(time.perf_counter() - start)
+    assert problem.hidden.grad is not None and problem.weight.grad is not None
     returned = (problem.hidden.grad.nbytes + problem.weight.grad.nbytes) / 1024
     print(
         json.dumps(

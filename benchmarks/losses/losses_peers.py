@@ -19,6 +19,7 @@ def verl_topk(problem: Problem, diagnostics: bool = False) -> Run:
     `diagnostics` also the metrics it reports beside each loss: masses and the overlap with the student's own
     top-k."""
     log_p, ids = problem.inputs.teacher_logprobs_NK, problem.inputs.teacher_ids_NK
+    assert log_p is not None and ids is not None
 
     def run() -> Tensor:
         log_q_all = torch.log_softmax(problem.hidden @ problem.weight.t(), -1)

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -192,7 +192,8 @@ async def run_vllm(scale: Scale, results: Results, folder: Path) -> None:
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url="http://vllm", transport=transport, timeout=300)
         )
-        bare_rates, our_rates = [], []
+        bare_rates: list[float] = []
+        our_rates: list[float] = []
         await _bare(client, prompts, 16)
         await _ours(engine, prompts, 16)
         for round_number in range(scale.rounds):
@@ -337,7 +338,7 @@ async def _check_published(engine: VLLMEngine, trained: Any, scale: Scale) -> No
         )
 
 
-PARTS: dict[str, Callable[[Scale, Results, Path], Awaitable[None]]] = {
+PARTS: dict[str, Callable[[Scale, Results, Path], Coroutine[Any, Any, None]]] = {
     "hf": run_hf,
     "vllm": run_vllm,
     "publish": run_publish,

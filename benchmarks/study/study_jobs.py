@@ -209,7 +209,8 @@ def run_all(
 ) -> dict[str, str]:
     """Runs jobs in order, `side_by_side` at a time. Jobs still running at the deadline are ended, jobs not
     started are left out. Returns how each job ended, and calls `ended_with` at once when one does."""
-    waiting, under_way, outcome = list(jobs), [], {job.name: "not begun" for job in jobs}
+    waiting, outcome = list(jobs), {job.name: "not begun" for job in jobs}
+    under_way: list[Running] = []
     while waiting or under_way:
         late = time.monotonic() > deadline
         while waiting and len(under_way) < side_by_side and not late:

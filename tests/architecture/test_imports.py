@@ -130,7 +130,7 @@ def test_no_two_test_modules_have_one_name() -> None:
 
 
 def test_scripts_import_names_that_exist() -> None:
-    """Types of scripts are not checked and most of them need a GPU, so that a renamed class would go unnoticed."""
+    """Types of recipes and examples are not checked and some need a GPU, so that a renamed class would go unnoticed."""
     modules = {module(path): path for path in [*FILES, PACKAGE / "__init__.py"]}
     missing = []
     for script in SCRIPTS:
