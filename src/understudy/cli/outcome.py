@@ -34,7 +34,7 @@ def finish(run: RunOutcome) -> int:
             ]
             view.add_row(entry["source"], *figures)
         console.print(view)
-        if not teachers_measured(table):
+        if not teachers_measured(table) and read_json(RunDir(run.dir).recipe)["teachers"]:
             console.print(
                 "teachers were not measured; trainer.eval_teachers = true does that", highlight=False
             )

@@ -303,14 +303,16 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     problems = []
     loss, teachers = recipe.loss, recipe.teachers
     if loss.distill_coef == 0 and loss.task_coef == 0:
-        problems.append(
-            "loss.distill_coef and loss.task_coef are both 0: "
-            + (
-                "loss.sft_coef alone is not supported; set one of them above 0"
-                if loss.sft_coef > 0
-                else "nothing would be learnt; set one above 0"
+        if loss.sft_coef == 0:
+            problems.append(
+                "loss.distill_coef and loss.task_coef are both 0: nothing would be learnt; set one above 0, or learn from given "
+                "answers alone (loss.sft_coef = 1 and rollout.off_policy = 1)"
             )
-        )
+        elif recipe.rollout.off_policy < 1:
+            problems.append(
+                f"loss.sft_coef is the only term, and rollout.off_policy = {recipe.rollout.off_policy:g}: the student's own answers "
+                "would teach it nothing; set rollout.off_policy = 1, or loss.distill_coef or loss.task_coef above 0"
+            )
     if loss.distill_coef > 0 and not teachers:
         problems.append(
             "no teacher: add a [teachers.NAME] table, or set loss.distill_coef = 0 to train on rewards alone"

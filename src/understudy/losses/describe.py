@@ -113,7 +113,16 @@ def describe_objective(
     if tail not in TAILS:
         raise LossInputError(_unknown("tail", tail, TAILS))
     _check_numbers(
-        beta, alpha, mixture_weight, distill_coef, task_coef, clip_low, clip_high, dual_clip, tis_cap
+        beta,
+        alpha,
+        mixture_weight,
+        distill_coef,
+        task_coef,
+        sft_coef,
+        clip_low,
+        clip_high,
+        dual_clip,
+        tis_cap,
     )
     _check_more_numbers(discount, student_temperature, teacher_temperature)
     _check_clamps(per_token_clamp, loss_max_clamp, log_prob_min_clamp)
@@ -310,16 +319,20 @@ def _with_reference(objective: ObjectiveDescription, coef: float, kind: str) -> 
 
 
 def _with_given_answers(objective: ObjectiveDescription, coef: float) -> ObjectiveDescription:
-    if coef < 0:
-        raise LossInputError(f"sft_coef must not be negative; got {coef:g}.")
-    formula = f"{objective.formula.removesuffix(' )')} + {coef:g} · [−log q(y), y of a given answer] )"
+    term = f"{coef:g} · [−log q(y), y of a given answer] )"
+    if not objective.name:
+        return ObjectiveDescription(
+            "cross-entropy of given answers", f"L = Σ_t w_t · ( {term}", objective.notes
+        )
     return ObjectiveDescription(
-        f"{objective.name} + cross-entropy of given answers", formula, objective.notes
+        f"{objective.name} + cross-entropy of given answers",
+        f"{objective.formula.removesuffix(' )')} + {term}",
+        objective.notes,
     )
 
 
 def _check_numbers(
-    beta: float, alpha: float, mixture_weight: float, distill_coef: float, task_coef: float,
+    beta: float, alpha: float, mixture_weight: float, distill_coef: float, task_coef: float, sft_coef: float,
     clip_low: float, clip_high: float, dual_clip: float | None, tis_cap: float | None,
 ) -> None:  # fmt: skip
     _between("beta", beta, 0.0, 1.0)
@@ -328,9 +341,10 @@ def _check_numbers(
         raise LossInputError(
             f"alpha must be at least 0 and below 1 (1 compares a distribution with itself); got {alpha:g}."
         )
-    if distill_coef < 0 or task_coef < 0 or not distill_coef + task_coef > 0:
+    if min(distill_coef, task_coef, sft_coef) < 0 or not distill_coef + task_coef + sft_coef > 0:
         raise LossInputError(
-            f"distill_coef = {distill_coef:g} and task_coef = {task_coef:g}: neither may be negative, one must be above 0."
+            f"distill_coef = {distill_coef:g}, task_coef = {task_coef:g} and sft_coef = {sft_coef:g}: none may be negative, one "
+            "must be above 0."
         )
     if not (0 < clip_low <= 1 and clip_high > 0):
         raise LossInputError(

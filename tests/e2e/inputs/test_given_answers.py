@@ -14,6 +14,7 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import understudy
+from understudy.config import parse_recipe
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError
 from understudy.observability.metrics import without_clock
@@ -98,6 +99,48 @@ def test_given_answers_are_scored_and_trained_by_their_ids(small: Make) -> None:
     assert run.metrics[0]["rollout/given"] == pytest.approx(np.mean(labels))
     assert run.metrics[0]["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert run.metrics[0]["actor/sft_loss"] == pytest.approx(np.mean(supervised), abs=1e-5)
+
+
+ALONE: dict[str, Any] = {
+    "teachers": {}, "loss": {"distill_coef": 0.0, "sft_coef": 2.0}, "rollout__off_policy": 1.0,
+    "data__reward": "understudy.rollout.rewards.builtin:exact_match",
+}  # fmt: skip
+
+
+def test_given_answers_alone_are_supervised_fine_tuning(small: Make, tmp_path: Path) -> None:
+    """No teacher: the loss is a plain model's mean cross-entropy per token, and a killed run ends with the same bits."""
+    run = understudy.train(small("run", **ALONE), progress=False)
+    losses: list[float] = []
+    for summary, columns in kept(run.dir, 1):
+        tokens, at = columns["tokens"], np.flatnonzero(columns["loss_mask"])
+        assert summary["origin"] == "data"
+        losses += (-logprobs("student", tokens, at)[np.arange(len(at)), tokens[at]]).tolist()
+    assert run.metrics[0]["rollout/given"] == 1
+    assert run.metrics[0]["actor/sft_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert run.metrics[0]["actor/loss"] == pytest.approx(2 * np.mean(losses), abs=2e-5)
+    table = small("killed", **ALONE)
+    fault = "row_journal.after_put:2"
+    code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0 and "teachers" not in output, output
+    assert bits(Path(table["run"]["dir"])) == bits(run.dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout__off_policy": 0.5}, "the student's own answers would teach it nothing; set rollout.off_policy = 1"),
+        ({"loss": {"distill_coef": 0.0}}, "both 0: nothing would be learnt"),
+        ({"teachers": {"add": {"model": "x"}}}, "no loss uses a teacher's scores"),
+        ({"loss__kl_coef": 0.1, "reference": {}}, "the penalty is estimated on the student's own rows"),
+    ],
+)  # fmt: skip
+def test_what_given_answers_alone_cannot_do_is_refused(
+    small: Make, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_recipe(small("never", **{**ALONE, **change}))
 
 
 @pytest.mark.slow

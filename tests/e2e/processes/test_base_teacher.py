@@ -188,9 +188,3 @@ def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, tas
     assert ("the loss begins at 0 and nothing moves the student" in " ".join(said.split())) == (
         task_coef == 0
     )
-
-
-def test_cross_entropy_alone_is_refused_by_its_name(own: Make) -> None:
-    table = own("alone", loss__distill_coef=0.0, loss__sft_coef=1.0, rollout__off_policy=1.0)
-    with pytest.raises(ConfigError, match="sft_coef alone is not supported"):
-        parse_recipe(table)

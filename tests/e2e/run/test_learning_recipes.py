@@ -39,6 +39,15 @@ def test_given_answers_are_learnt_from(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_given_answers_alone_are_learnt_from(tmp_path: Path) -> None:
+    recipe = RECIPES / "given-answers" / "sft.toml"
+    run = understudy.train(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"]), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.3
+    assert run.last["val/accuracy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> None:
     folder = RECIPES / "other-tokenizer"
     made = [sys.executable, str(folder / "make_model.py"), "--out", str(tmp_path / "student")]

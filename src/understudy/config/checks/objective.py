@@ -39,6 +39,11 @@ def _given_answers(recipe: RecipeTables) -> list[str]:
     if rollout.off_policy == 1 and (estimated or loss.task_coef > 0):
         term = f"loss.kind = {loss.kind!r}" if estimated else "loss.task_coef > 0"
         problems.append(f"{share} with {term}: the student would draw no row for it; lower off_policy")
+    if rollout.off_policy == 1 and loss.kl_coef > 0:
+        problems.append(
+            f"{share} with loss.kl_coef > 0: the penalty is estimated on the student's own rows, and there would be none; lower "
+            "off_policy, or set kl_coef = 0"
+        )
     if loss.signal == "at_ids":
         problems.append(
             f"{share} with loss.signal = 'at_ids': the engine names the student's candidates while it writes, and given answers "
@@ -86,7 +91,7 @@ def _roles(recipe: RecipeTables) -> list[str]:
     if loss.advantage == "gae" and loss.task_coef == 0:
         problems.append("loss.advantage = 'gae' needs task rewards: set loss.task_coef above 0")
     problems += _groups(recipe)
-    if recipe.teachers and loss.distill_coef == 0 and loss.task_coef > 0:
+    if recipe.teachers and loss.distill_coef == 0 and (loss.task_coef > 0 or loss.sft_coef > 0):
         problems.append(
             f"loss.distill_coef = 0 with [teachers.{next(iter(recipe.teachers))}]: no loss uses a teacher's scores, and every row would be "
             "scored; set loss.distill_coef above 0 (1e-9 only measures), or take the teachers out (teachers={} as an override)"
