@@ -4,6 +4,7 @@
     python benchmarks/step.py --quick            64 prompts, 128 new tokens
     python benchmarks/step.py --cpu              tiny shapes, to try the script itself
     python benchmarks/step.py --keep-rows        what run.keep_rows costs a step, instead of TRL
+    python benchmarks/step.py --determinism      run.determinism = "full" beside "fast", instead of TRL
 
 Random bf16 weights in Qwen3's shapes (0.6B student, 1.7B teacher), 256 prompts of 128 tokens, 512 new
 tokens, forward KL: TRL over the full vocabulary, ours over the teacher's best 64 and the mass of the rest.
@@ -24,8 +25,10 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,7 +39,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hardware import cpu_name
 from keep_rows_cost import cost
-from step_problem import Shape, compare, has_trl, run_ours, run_trl, save
+from step_problem import Row, Shape, Timing, compare, has_trl, run_ours, run_trl, save, show
 
 VOCAB = 151_936
 MODELS: dict[str, dict[str, int]] = {
@@ -52,6 +55,7 @@ WHOLE = Shape("256 x 512", 256, 512, 32, 32_768, 64, 1024, "bfloat16", "cuda", s
 QUICK = replace(WHOLE, name="64 x 128", batch=64, new_tokens=128)
 ON_CPU = Shape("tiny", 4, 8, 4, 4096, 8, 256, steps=3, skip=1)
 GOAL = 1.5
+DETERMINISM_GOAL = 1.3
 
 
 def main() -> None:
@@ -77,6 +81,12 @@ def main() -> None:
 
         def left() -> float:
             return options.budget - (time.monotonic() - started)
+
+        if options.determinism:
+            rows = _determinism(shape, folder, (student, teacher, prompts), left)
+            if rows:
+                save("determinism", hardware, rows, options.out)
+            return
 
         ours: Any = "left out"
         if "ours" in options.systems:
@@ -140,6 +150,33 @@ def problem(shape: Shape, folder: Path, sizes: dict[str, dict[str, int]]) -> tup
     return str(folder / "student"), str(folder / "teacher"), prompts
 
 
+def _determinism(
+    shape: Shape, folder: Path, given: tuple[str, str, Path], left: Callable[[], float]
+) -> list[Row]:
+    """Whole sync steps with results that repeat to the bit beside fast ones."""
+    found: dict[str, Timing] = {}
+    rows: list[Row] = []
+    for level in ("fast", "full"):
+        name, seconds = f"determinism-{level}", left() * (0.5 if level == "fast" else 1.0)
+        timing = run_ours(shape, folder, *given, seconds, {}, name=name, run_keys={"determinism": level})
+        _say(f"determinism = {level}", timing, folder / f"{name}.log")
+        if isinstance(timing, str):
+            continue
+        found[level] = timing
+        row = Row(f"{shape.name}: sync step, determinism = {level}", round(median(timing.seconds), 4), "s")
+        if level == "full" and "fast" in found:
+            row.peer, row.peer_value = "fast, same run", round(median(found["fast"].seconds), 4)
+            row.ratio = round(row.value / row.peer_value, 3)
+            row.goal, row.met = f"<= {DETERMINISM_GOAL} x", row.ratio <= DETERMINISM_GOAL
+        rows.append(row)
+        rows += [
+            Row(f"{shape.name}: determinism = {level}, {part}", round(value, 4), "s of a step")
+            for part, value in timing.parts.items()
+        ]
+        print(*map(show, rows), sep="\n", flush=True)
+    return rows
+
+
 def _say(name: str, timing: Any, log: Path) -> None:
     """Prints a system's figures at once, or the end of its log if it gave none."""
     if isinstance(timing, str):
@@ -169,8 +206,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"engine": "vllm"}')
     parser.add_argument("--budget", type=float, default=285.0, help="seconds for everything")
     parser.add_argument("--keep-rows", action="store_true")
+    parser.add_argument("--determinism", action="store_true")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of 2 steps, with --keep-rows")
-    parser.add_argument("--out", type=Path, help="folder of the result file, with --keep-rows")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the result file, with --keep-rows or --determinism"
+    )
     return parser.parse_args()
 
 

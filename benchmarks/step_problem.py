@@ -95,8 +95,10 @@ def our_recipe(
     engine: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
     ahead: int = 0,
+    run_keys: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Our recipe of a shape. `extra`: more keys of [trainer]; `ahead`: steps after the last one counted."""
+    """Our recipe of a shape. `extra`: more keys of [trainer]; `run_keys`: of [run]; `ahead`: steps after the
+    last one counted."""
     return {
         "student": {
             "model": student,
@@ -124,7 +126,11 @@ def our_recipe(
             "checkpoint_every": 10_000,
             **(extra or {}),
         },
-        "run": {"dir": str(run), **({"threads": shape.threads} if shape.threads else {})},
+        "run": {
+            "dir": str(run),
+            **({"threads": shape.threads} if shape.threads else {}),
+            **(run_keys or {}),
+        },
     }
 
 
@@ -139,14 +145,16 @@ def run_ours(
     trainer: Mapping[str, Any] | None = None,
     name: str = "ours",
     environment: Mapping[str, str] | None = None,
+    run_keys: Mapping[str, Any] | None = None,
 ) -> Timing | str:
-    """Times steps of `understudy train`; returns the reason if it failed. `trainer`: more keys of [trainer].
+    """Times steps of `understudy train`; returns the reason if it failed. `trainer` and `run_keys`: more keys of
+    [trainer] and [run].
     A fully async run continues for some steps after the last one counted, so that engines, teachers and
     trainer are all still busy while it is timed."""
     run = folder / name
     extra = dict(trainer or {})
     ahead = 4 if extra.get("mode") == "fully_async" else 0
-    recipe = our_recipe(shape, run, student, teacher, prompts, engine, extra, ahead)
+    recipe = our_recipe(shape, run, student, teacher, prompts, engine, extra, ahead, run_keys)
     path = folder / f"{name}.toml"
     path.write_text(toml(recipe))
     metrics = run / "metrics.jsonl"
