@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from hardware import cpu_name
-from step import MODELS, ON_CPU, QUICK, TINY, WHOLE, gpu_name, problem
+from hardware import cpu_name, gpu_name
+from step import MODELS, ON_CPU, QUICK, TINY, WHOLE, problem
 from step_problem import Row, Shape, Timing, has_trl, run_ours, run_trl, save, show
 
 GOAL = 2.0

@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from hardware import cpu_name
+from hardware import cpu_name, gpu_name
 from keep_rows_cost import cost
 from step_problem import Row, Shape, Timing, compare, has_trl, run_ours, run_trl, save, show
 
@@ -185,10 +184,6 @@ def _say(name: str, timing: Any, log: Path) -> None:
     else:
         steps = ", ".join(f"{seconds:.2f}" for seconds in timing.seconds)
         print(f"{name}: {timing.tokens_per_second:,.0f} completion tokens/s (steps of {steps} s)", flush=True)
-
-
-def gpu_name() -> str:
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
 def _options() -> argparse.Namespace:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._inductor import config as inductor
@@ -32,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hardware import cpu_name
-from step import MODELS, TINY, VOCAB, gpu_name
+from hardware import cpu_name, gpu_name
+from step import MODELS, TINY, VOCAB
 from step_problem import Row, save, show
 from understudy.losses.objective import Objective
 from understudy.nn.determinism import keep_to_repeatable
@@ -203,7 +204,7 @@ def _profiled(update: Callable[[], float], out: Path) -> None:
         key: {"seconds": round(value[0], 4), "kernels": value[1]}
         for key, value in sorted(totals.items(), key=lambda item: -item[1][0])
     }
-    largest = [
+    largest: list[dict[str, Any]] = [
         {"name": key[:200], "class": kind_of(key), "seconds": round(value[0], 5), "count": value[1]}
         for key, value in sorted(kernels.items(), key=lambda item: -item[1][0])[:40]
     ]
@@ -310,20 +311,14 @@ def _fixed_shapes() -> Iterator[None]:
     def fixed(module: torch.nn.Module, *words: Any, **options: Any) -> None:
         plain(module, *words, **{**options, "dynamic": False})
 
-    torch.nn.Module.compile = fixed  # type: ignore[method-assign]
-    try:
+    with patch.object(torch.nn.Module, "compile", fixed):
         yield
-    finally:
-        torch.nn.Module.compile = plain  # type: ignore[method-assign]
 
 
 @contextmanager
 def _flash_only() -> Iterator[None]:
-    before, packed.takes_groups = packed.takes_groups, lambda *words, **options: False
-    try:
+    with patch.object(packed, "takes_groups", lambda *words, **options: False):
         yield
-    finally:
-        packed.takes_groups = before
 
 
 @contextmanager
