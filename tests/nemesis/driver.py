@@ -5,14 +5,13 @@ What is not tried here: a lying disk.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +20,21 @@ import psutil
 from checker import AT_START, UNREACHED, History, Launch, Promise
 from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
-from network import TOKEN, Proxy, server_url
+from network import Proxy, server_url
 from reading import read_journal, read_kept, read_letters, read_steps
 from schedules import SQLITE, Fault, Schedule
-from small_runs import TOKEN_VARIABLE, write_toml
+from small_runs import write_toml
+from starting import MARK, Trainer, start_trainer
+
+from understudy.cluster.fork_server import ForkServer
 
 LONGEST = 240.0
 """Seconds that a run may take after the last fault. An undisturbed one takes about ten."""
-_MARK = "UNDERSTUDY_NEMESIS"
 _CACHES = ("torchinductor_", "ray")
 """Kept by libraries between processes on purpose."""
-_TESTS = Path(__file__).parents[1]
+_LOOK_SECONDS = 0.03
+_AGAIN_SECONDS = 0.3
+"""How long a fault waits after its process was not there: a look at all processes takes milliseconds of CPU time."""
 
 
 @dataclass
@@ -40,14 +43,19 @@ class Trial:
 
     schedule: Schedule
     folder: Path
+    server: ForkServer | None = None
+    """What trainers are forked from; None: each is a fresh Python."""
     pending: list[Fault] = field(init=False)
     launches: list[Launch] = field(default_factory=list)
     injected: list[Fault] = field(default_factory=list)
     _injector: Injector = field(init=False)
     _last_fault: float = field(default_factory=time.monotonic)
+    _seen: tuple[tuple[int, int] | None, int] = (None, 0)
+    """Time and size of the metrics when they were read last, and the steps they had."""
 
     def __post_init__(self) -> None:
-        self.pending = list(self.schedule.faults)
+        able = bool(flush_library())
+        self.pending = [one for one in self.schedule.faults if able or one.kind != SQLITE]
 
     @property
     def run(self) -> Path:
@@ -64,6 +72,7 @@ class Trial:
         try:
             finished = self._launches(write_toml(self.folder / "recipe.toml", made))
         finally:
+            self._injector.undo(everything=True)
             if proxy is not None:
                 proxy.close()
         return self.history(finished)
@@ -81,50 +90,68 @@ class Trial:
         return False
 
     def _launch(self, words: list[str]) -> Launch:
-        hit: list[str] = []
-        if point := next(
+        point = next(
             (one for one in self.pending if one.kind == "point" and one.after <= self._steps()), None
-        ):
-            self.pending.remove(point)
-            self.injected.append(point)
-            hit.append("point")
+        )
         log = self.folder / f"launch{len(self.launches)}.log"
-        more = {"UNDERSTUDY_FAULT": point.place} if point else {}
+        more = {"UNDERSTUDY_NEMESIS_FLUSH": str(self._injector.flush)}
+        if point is not None:
+            self.pending.remove(point)
+            more["UNDERSTUDY_FAULT"] = point.place
         if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
             more["UNDERSTUDY_NEMESIS_PROXY"] = str(self._injector.proxy.port)
-        if any(one.kind == SQLITE for one in self.schedule.faults):
-            more |= {"LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(self._injector.flush)}
-        trainer = start_trainer(words, self.folder, self._injector.shim, log, more)
+        trainer = start_trainer(words, self.folder, self._injector.shim, log, more, self.server)
+        hit = self._disturb(trainer)
+        code = int(trainer.wait())
+        self._injector.undo(everything=True)
+        if point is not None and code == -9 and "kill" not in hit:  # it came to that place
+            self.injected.append(point)
+            hit.append("point")
+        return Launch(code, tuple(hit), log.read_text(errors="replace"))
+
+    def _disturb(self, trainer: Trainer) -> list[str]:
+        """Injects faults until the trainer ends; whom they hit, and how."""
+        hit: list[str] = []
         before = self._steps()
-        started = ready = self._last_fault = time.monotonic()
+        times: dict[int, float] = {}
+        """When each fault that has become due is injected, or tried again."""
+        self._last_fault = time.monotonic()
         while trainer.poll() is None:
             if self._injector.undo():
                 self._last_fault = time.monotonic()
-            now = time.monotonic()
-            steps = self._steps()
+            now, steps = time.monotonic(), self._steps()
             before = min(before, steps)  # a resume cuts the steps off that it makes again
-            fault = next((one for one in self.pending if one.kind != "point"), None)
-            if fault is None or steps < fault.after:
-                ready = now
-            elif (
-                now - max(ready, started) >= fault.delay
-                and (how := self._injector.inject(fault, trainer)) is not None
-            ):
-                self.pending.remove(fault)
+            due = [one for one in self.pending if one.kind != "point" and one.after <= steps]
+            for fault in sorted(due, key=lambda one: one.ends_trainer):
+                if now < times.setdefault(id(fault), now + fault.delay):
+                    continue
+                how = self._injector.inject(fault, trainer)
+                if how is None:
+                    times[id(fault)] = now + _AGAIN_SECONDS
+                    continue
+                self.pending = [one for one in self.pending if one is not fault]
                 self.injected.append(fault)
                 if steps == before and fault.hits_others:
                     how = UNREACHED if fault.role == "trainer" else AT_START
                 hit.append(how)
-                ready = self._last_fault = time.monotonic()
+                self._last_fault = time.monotonic()
+                if fault.ends_trainer:
+                    break
             if now - self._last_fault > LONGEST:
                 trainer.kill()
                 hit.append("given up")
-            time.sleep(0.02)
-        self._injector.undo(everything=True)
-        return Launch(int(trainer.returncode), tuple(hit), log.read_text(errors="replace"))
+            time.sleep(_LOOK_SECONDS)
+        return hit
 
     def _steps(self) -> int:
-        return sum("actor/loss" in line for line in read_steps(self.run))
+        try:
+            told = (self.run / "metrics.jsonl").stat()
+        except FileNotFoundError:
+            return 0
+        if self._seen[0] != (told.st_mtime_ns, told.st_size):
+            steps = sum("actor/loss" in line for line in read_steps(self.run))
+            self._seen = (told.st_mtime_ns, told.st_size), steps
+        return self._seen[1]
 
     def history(self, finished: bool = True) -> History:
         left = left_behind(self.folder)
@@ -139,30 +166,16 @@ class Trial:
         )  # fmt: skip
 
 
-def start_trainer(
-    words: list[str], folder: Path, shim: Path, log: Path, more: Mapping[str, str]
-) -> psutil.Popen:
-    """`understudy WORDS` in a session of its own, with its temporary files in the folder and its output in the log."""
-    env = {
-        **os.environ, "OMP_NUM_THREADS": "1", _MARK: str(folder), "TMPDIR": str(folder / "tmp"),
-        "UNDERSTUDY_NEMESIS_SHIM": str(shim), TOKEN_VARIABLE: TOKEN,
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).with_name("shim")), str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]
-        ), **more,
-    }  # fmt: skip
-    with log.open("wb") as sink:
-        return psutil.Popen(
-            [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],
-            env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-
-
-def reference(mode: str, folder: Path) -> History:
-    """The history of the undisturbed run, made once in this folder."""
-    trial = Trial(Schedule(mode, ()), folder)
-    if (trial.run / "report.html").exists():
-        return trial.history()
-    found = trial.carry_out()
+@functools.cache
+def reference(mode: str, folder: Path, server: ForkServer | None = None) -> History:
+    """The history of the undisturbed run, made once in this folder. A lock lets several processes share the folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        trial = Trial(Schedule(mode, ()), folder, server)
+        if (trial.run / "report.html").exists():
+            return trial.history()
+        found = trial.carry_out()
     if not found.finished:
         raise RuntimeError(f"the undisturbed run of '{mode}' failed: {found.launches[-1].output[-2000:]}")
     return found
@@ -195,7 +208,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
             if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                 continue
             mark = str(folder)
-            known = process.environ().get(_MARK) == mark or any(mark in word for word in process.cmdline())
+            known = process.environ().get(MARK) == mark or any(
+                word == mark or mark + os.sep in word for word in process.cmdline()
+            )
             if known or any(one.path.startswith(mark + os.sep) for one in process.open_files()):
                 found.append(process)
     return found

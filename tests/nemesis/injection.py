@@ -146,7 +146,9 @@ def _room(process: psutil.Process, hard: int, limit: int = psutil.RLIMIT_FSIZE) 
 
 @functools.cache
 def flush_library() -> str:
-    """`shim/flush.c`, compiled once in this process."""
+    """`shim/flush.c`, compiled once in this process; empty without a C compiler."""
+    if shutil.which("cc") is None:
+        return ""
     folder = Path(tempfile.mkdtemp(prefix="understudy-nemesis-shim-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = Path(__file__).with_name("shim") / "flush.c"

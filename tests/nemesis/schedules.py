@@ -17,7 +17,7 @@ POINTS = (
     "journal.before_commit", "journal.after_commit", "settle.before_commit", "settle.after_commit",
     "rewind.before_commit", "rewind.after_commit", "kept_rows.between_files", "sync.after_publish",
     "evaluation.answered", "checkpoint.before_prune", "row_journal.after_put", "journal.before_begin",
-    "dead_letters.before_append",
+    "dead_letters.before_append", "journal.before_create", "journal.before_checkpoint",
 )  # fmt: skip
 """Places in the trainer's code (`observability/faults.py`) at which it may be killed."""
 CLOCK = ("clock",)
@@ -29,6 +29,8 @@ NETWORK = ("partition", "delay", "reset", "damage")
 BEYOND_DEADLINES = 75.0
 """Seconds that a process is frozen for at most: longer than a request's deadline in these recipes, and than the silence after
 which a process counts as lost (`serving/supervisor.py`)."""
+MOST = 9
+"""Faults of a schedule. Some come too late, or their process is not there: about two in three hit."""
 KINDS = {
     "kill": 4, "terminate": 2, "freeze": 3, "point": 3, "tear": 1, "corrupt": 1, "everything": 1,
     "full disk": 1, "failing fsync": 1, "slow fsync": 1, "clock": 1,
@@ -50,7 +52,7 @@ class Fault:
     after: int = 0
     """Steps whose metrics are written before the fault."""
     delay: float = 0.0
-    """Seconds from then on, or from the start of the trainer if that is later; a start takes about ten."""
+    """Seconds from then on, or from the start of the trainer if that is later; a start takes five to ten."""
     which: int = 0
     """Of several processes of the role."""
     seconds: float = 0.0
@@ -62,6 +64,11 @@ class Fault:
     def hits_others(self) -> bool:
         """Processes other than the trainer, or the network."""
         return self.role != "trainer" or self.kind in NETWORK
+
+    @property
+    def ends_trainer(self) -> bool:
+        """At once, by a signal."""
+        return self.role == "trainer" and self.kind in ("kill", "everything", "tear", "corrupt")
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,9 @@ class Schedule:
         return cls(written["mode"], tuple(Fault(**fault) for fault in written["faults"]))
 
 
-def draw(seed: int, mode: str | None = None, most: int = 6, only: Collection[str] = ()) -> Schedule:
-    """The schedule of a seed. Seeds go through the modes in turn, unless one is given. `only`: faults of these kinds, or of
-    these kinds and roles ("kill replica")."""
+def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[str] = ()) -> Schedule:
+    """The schedule of a seed, with half of `most` faults at least. Seeds go through the modes in turn, unless one is given.
+    `only`: faults of these kinds, or of these kinds and roles ("kill replica")."""
     chance = random.Random(seed)
     by_seed = [name for name, own in MODES.items() if own.by_seed]
     name = mode or by_seed[seed % len(by_seed)]
@@ -91,7 +98,8 @@ def draw(seed: int, mode: str | None = None, most: int = 6, only: Collection[str
             if not only or {fault.kind, f"{fault.kind} {fault.role}"} & set(only):
                 return fault
 
-    for _ in range(chance.randint(1, most)):
+    count = chance.randint(max(1, most // 2), most)
+    while len(faults) < count:
         fault = drawn()
         faults.append(fault)
         if chance.random() < 0.15 and len(faults) < most:  # another one at the same moment
@@ -101,7 +109,7 @@ def draw(seed: int, mode: str | None = None, most: int = 6, only: Collection[str
 
 def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     after = chance.randrange(STEPS)
-    delay = round(chance.uniform(0, 12) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.6))), 2)
+    delay = round(chance.uniform(0, 6) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.4))), 2)
     others = MODES[mode].roles[1:]
     # Half of the faults of a process hit the newest kind of process that the mode has.
     role = chance.choice(("trainer", *others, *others[-1:]))
@@ -116,12 +124,16 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     if kind == "point":
         own = "async" if MODES[mode].staleness is not None else "sync"
         places = [one for one in POINTS if one.split(".")[0] not in {"sync", "async"} - {own}]
-        return Fault("point", after=after, place=f"{chance.choice(places)}:{chance.randint(1, 6)}")
+        place = chance.choice(places)
+        often = 1 if place.startswith(("rewind", "evaluation", "journal.before_c")) else 3
+        after = chance.choice((int(place.startswith("rewind")), after))  # a launch must follow it
+        return Fault("point", after=after, place=f"{place}:{chance.randint(1, often)}")
     if kind in ("kill", "terminate"):
         return Fault(kind, role, after, delay, which)
     if kind == "freeze":
         longest = BEYOND_DEADLINES if which % 2 else 20.0
-        seconds = chance.choice((chance.uniform(0.1, 1), chance.uniform(1, 5), longest))
+        short, some = chance.uniform(0.1, 1), chance.uniform(1, 5)
+        seconds = chance.choices((short, some, longest), (3, 2, 1))[0]
         return Fault(kind, role, after, delay, which, round(seconds, 2))
     if kind == "clock":
         return Fault(

@@ -28,11 +28,12 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent / "contract" / "teacher")]
 
 from checker import AT_START, History, Launch, Promise, violations  # noqa: E402
-from driver import left_behind, processes_of, start_trainer  # noqa: E402
-from injection import Injector, flush_library  # noqa: E402
+from driver import left_behind, processes_of  # noqa: E402
+from injection import Injector  # noqa: E402
 from reading import read_journal, read_kept, read_letters, read_steps  # noqa: E402
 from schedules import MEMORY, POINTS, SQLITE, Fault, draw_fault  # noqa: E402
 from small_runs import ASSETS  # noqa: E402
+from starting import start_trainer  # noqa: E402
 
 MODE = "sync full"
 LAST_STEPS = 200
@@ -155,7 +156,7 @@ class Soak:
         return Launch(int(trainer.returncode), tuple(hit), self._log().read_text(errors="replace"))
 
     def _start(self, words: list[str], point: str = "") -> psutil.Popen:
-        more = {"LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(self.injector.flush)}
+        more = {"UNDERSTUDY_NEMESIS_FLUSH": str(self.injector.flush)}
         if point:
             more["UNDERSTUDY_FAULT"] = point
         return start_trainer(words, self.folder, self.injector.shim, self._log(), more)

@@ -14,7 +14,7 @@ from schedules import BEYOND_DEADLINES, KINDS, MEMORY, NETWORK, Fault, Schedule,
 @pytest.mark.parametrize(("mode", "seed"), [("sync full", 14), ("async 1", 1)])
 def test_a_disturbed_run_keeps_every_promise(mode: str, seed: int, tmp_path: Path) -> None:
     """All processes killed after step 4; a replica killed under a fully async run."""
-    found = try_schedule(draw(seed, mode, most=2), tmp_path)
+    found = try_schedule(draw(seed, mode, most=2), tmp_path, fork=True)
     assert found["violations"] == []
     assert found["faults"], "no fault was injected"
 

@@ -7,7 +7,7 @@ quickstart spent more time importing than on anything else before the first step
 session, a log and a pipe to its launcher, as any child does (`local.py`). It does not need the fork server
 once it runs.
 
-Used only on Linux without a GPU: whether a fork may use a GPU depends on what libraries did at import. A
+Used only on Linux without a visible GPU: whether a fork may use a GPU depends on what libraries did at import. A
 child is started as a plain subprocess if its environment differs in variables that libraries read when they
 load (`_READ_AT_LOAD`).
 """
@@ -40,6 +40,7 @@ _PROGRAM = "from understudy.cluster.fork_server_process import main; main({}, {}
 _ANSWER_SECONDS = 10.0
 """How long `start` waits for a fork. It takes some hundredths of a second and blocks the launcher's event
 loop."""
+_GPU_DRIVER = Path("/dev/nvidiactl")
 _POLL_SECONDS = 0.01
 _LAST_WORD_SECONDS = 3.0
 """How long after a child's death the fork server may take to report its exit code; a stopped server never
@@ -209,10 +210,10 @@ _SERVER: ForkServer | None = None
 def prepared(env: Mapping[str, str], modules: Sequence[str] = MODULES) -> Iterator[None]:
     """A fork server with these modules for the duration of the block, for children with `env`.
 
-    Does nothing if this process has one already, off Linux, or on a machine with a GPU.
+    Does nothing if this process has one already, or must not fork (`can_fork`).
     """
     global _SERVER
-    if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
+    if current() is not None or not can_fork():
         yield
         return
     made = _SERVER = ForkServer(env, modules)
@@ -221,6 +222,12 @@ def prepared(env: Mapping[str, str], modules: Sequence[str] = MODULES) -> Iterat
     finally:
         made.close()  # not `_SERVER`: if this one died meanwhile, an inner block may have replaced it
         _SERVER = None
+
+
+def can_fork() -> bool:
+    """On Linux without a GPU, or with every GPU hidden by an empty `CUDA_VISIBLE_DEVICES`."""
+    without_gpu = not _GPU_DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return hasattr(os, "pidfd_open") and without_gpu
 
 
 def current() -> ForkServer | None:

@@ -12,11 +12,8 @@ import json
 import os
 import time
 
-_FILE = os.environ.get("UNDERSTUDY_NEMESIS_SHIM")
-_PROXY = os.environ.get("UNDERSTUDY_NEMESIS_PROXY")
 
-
-def _install(file: str) -> None:
+def _by_file(file: str) -> None:
     clock, fsync = time.time, os.fsync
     told = {"clock": 0.0, "fsync": ""}
     looked = [0.0]
@@ -60,7 +57,11 @@ def _by_proxy(proxy: int) -> None:
     loop.sock_connect = sock_connect
 
 
-if _FILE:
-    _install(_FILE)
-if _PROXY:
-    _by_proxy(int(_PROXY))
+def install() -> None:
+    if file := os.environ.get("UNDERSTUDY_NEMESIS_SHIM"):
+        _by_file(file)
+    if proxy := os.environ.get("UNDERSTUDY_NEMESIS_PROXY"):
+        _by_proxy(int(proxy))
+
+
+install()

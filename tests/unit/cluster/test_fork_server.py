@@ -223,3 +223,15 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
         asyncio.run(scenario())
     finally:
         made.close()
+
+
+def test_a_machine_whose_gpus_are_hidden_may_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(fork_server, "_GPU_DRIVER", tmp_path / "driver")
+    assert fork_server.can_fork()
+    (tmp_path / "driver").touch()
+    assert not fork_server.can_fork()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not fork_server.can_fork()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert fork_server.can_fork()

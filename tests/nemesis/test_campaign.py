@@ -1,0 +1,76 @@
+"""A campaign goes on after errors, in pieces; its result files are read together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import campaign
+import pytest
+from schedules import Schedule
+from summary import identity, read_results, summary, upper_bound
+
+FINE = {"faults": 2, "drawn": 3, "kinds": ["kill replica", "clock trainer"], "launches": [-9, 0], "seconds": 36.0, "violations": []}  # fmt: skip
+
+
+def test_an_error_of_the_driver_is_a_line_and_the_next_call_tries_that_seed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def try_schedule(schedule: Schedule, *_: object) -> dict[str, Any]:
+        tried.append(schedule.mode)
+        if tried == ["sync full", "sync fast"]:
+            raise ConnectionError("the proxy is gone")
+        return {"mode": schedule.mode, **FINE}
+
+    monkeypatch.setattr(campaign, "try_schedule", try_schedule)
+    out = tmp_path / "out.jsonl"
+
+    def call(*more: str) -> int:
+        monkeypatch.setattr("sys.argv", ["campaign.py", "--seeds", "0:3", "--out", str(out), *more])
+        return campaign.main()
+
+    assert call() == 1
+    lines = read_results(out)
+    assert [line["seed"] for line in lines] == [0, 1, 2]
+    assert "the proxy is gone" in lines[1]["error"]
+    assert Schedule.from_dict(lines[1]["schedule"]).mode == "sync fast"
+    assert call() == 0
+    assert tried == ["sync full", "sync fast", "async 0", "sync fast"]
+    assert call("--only", "clock") == 0, "the same seeds with other faults are other schedules"
+    assert len(tried) == 7
+    assert "6 schedules, 12 faults" in summary(read_results(out))
+
+
+def test_lines_of_older_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"seed": seed, "only": mode, "mode": "async 1", **FINE}) + "\n"
+            for seed, mode in ((3, None), (7, "async 1"))
+        )
+    )
+    assert [identity(line) for line in read_results(file)] == [(3, None, ""), (7, "async 1", "")]
+
+
+def test_a_summary_counts_faults_modes_violations_and_errors() -> None:
+    results = [
+        {"seed": 0, "mode": "sync full", **FINE},
+        {"seed": 1, "mode": "lora", **FINE, "violations": ["a row was lost"]},
+        {"seed": 2, "mode": "lora", "error": "ConnectionError: reset"},
+    ]
+    said = summary(results)
+    assert "2 schedules, 4 faults that hit (2.0 a schedule), 4 launches, 0.0 h" in said
+    assert "1 schedules with violations, 1 that could not be carried out" in said
+    assert "| kill replica | 2 |" in said and "| sync full | 1 |" in said
+    assert "seed 1 (lora): a row was lost" in said and "seed 2 (lora): ConnectionError: reset" in said
+    assert "below 97.47 %" in said
+
+
+def test_the_bound_is_clopper_and_pearsons() -> None:
+    """Without failures it is 1 − 0.05^(1/n), nearly three over n; the other value is of a table."""
+    assert upper_bound(0, 1000) == pytest.approx(1 - 0.05 ** (1 / 1000), rel=1e-9)
+    assert upper_bound(1, 10) == pytest.approx(0.39416, abs=1e-5)
+    assert upper_bound(3, 3) == 1.0
