@@ -44,7 +44,7 @@ nemesis: $(VENV)/.installed-dev
 # The quickstart with a fault every 15 s for so many minutes; figures in soak.json, the run in runs/soak (a fresh folder).
 MINUTES ?= 120
 soak: $(VENV)/.installed-dev
-	$(BIN)/python tests/nemesis/soak.py --minutes $(MINUTES) --folder runs/soak --out soak.json
+	$(BIN)/python tests/nemesis/soaking/soak.py --minutes $(MINUTES) --folder runs/soak --out soak.json
 
 # Pool, health machine, windows, slots, data plane and leases under a virtual clock; steps of each.
 STEPS ?= 100000

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 sys.path += [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent / "contract" / "teacher")]
 
 from checker import AT_START, History, Launch, Promise, violations  # noqa: E402
