@@ -109,6 +109,29 @@ def test_flushes_that_sqlite_makes_fail_and_cost_nothing(tmp_path: Path) -> None
     assert rest == ["closed", "['a_0_0']"], done
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_journal_that_cannot_be_created_is_told_and_created_later(tmp_path: Path) -> None:
+    (flag := tmp_path / "flag").touch()
+    code = """
+import sys
+from pathlib import Path
+from understudy.dataplane.journal.schema import connect
+from understudy.errors import DataPlaneError
+for _ in range(2):
+    try:
+        print(connect(Path(sys.argv[1])).execute("SELECT COUNT(*) FROM rows").fetchall())
+    except DataPlaneError as error:
+        print(error)
+    Path(sys.argv[2]).unlink(missing_ok=True)
+"""
+    env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
+    command = [sys.executable, "-c", code, str(tmp_path / "journal.sqlite"), str(flag)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    told, then = done.stdout.splitlines() or [done.stderr, ""]
+    assert "journal.sqlite cannot be written: disk I/O error; free space or mend the disk" in told, done
+    assert then == "[(0,)]", done
+
+
 def test_a_process_without_memory_gets_none_until_the_fault_ends(tmp_path: Path) -> None:
     code = """
 import sys

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,13 @@ INSERT_EVENTS_WITH_DETAIL = "INSERT INTO events(kind, sign, partition, step, key
 
 def connect(file: Path) -> sqlite3.Connection:
     """Open for writing; the caller begins and ends transactions explicitly."""
-    if not file.exists():
-        _create(file)
+    try:
+        if not file.exists():
+            _create(file)
+    except sqlite3.DatabaseError as error:
+        raise DataPlaneError(
+            f"the journal {file} cannot be written: {error}; free space or mend the disk, then resume"
+        ) from None
     connection = sqlite3.connect(
         file, isolation_level=None, check_same_thread=False, timeout=30.0, cached_statements=_STATEMENTS
     )
@@ -90,12 +96,11 @@ def _create(file: Path) -> None:
     fresh = file.with_name(file.name + ".new")
     for leftover in file.parent.glob(fresh.name + "*"):
         leftover.unlink()
-    connection = sqlite3.connect(fresh, isolation_level=None)
-    connection.execute("PRAGMA journal_mode=WAL")
-    for statement in _TABLES:
-        connection.execute(statement)
-    connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
-    connection.close()
+    with closing(sqlite3.connect(fresh, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        for statement in _TABLES:
+            connection.execute(statement)
+        connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
     point("journal.before_create")
     fresh.replace(file)
 
