@@ -1,9 +1,10 @@
-"""The GPUs of this machine, counted without torch."""
+"""The GPUs of this machine and their memory, without torch."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,3 +20,13 @@ def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev
         return [str(index) for index in range(len(found))]
     names = [name.strip() for name in named.split(",") if name.strip()]
     return names[: names.index("-1")] if "-1" in names else names
+
+
+def gpu_memory() -> list[int]:
+    """Bytes of each GPU of this machine, by nvidia-smi; empty without it."""
+    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) << 20 for line in found.stdout.split() if line.isdigit()]

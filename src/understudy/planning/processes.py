@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from understudy.cluster.placement import DeviceKind
 from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
+from understudy.planning.memory.working import engine_work, replica_work, trainer_work
 from understudy.planning.models.folder import ModelFolder, is_hub_id
 from understudy.planning.resolved import workers_write_rows
 from understudy.planning.seating import (
@@ -20,7 +21,7 @@ from understudy.planning.seating import (
 )
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PROCESS_BYTES = 400 * 2**20
+PROCESS_BYTES = 400 * 2**20
 """Python, torch and transformers once imported, measured on a CPU build."""
 _PACKED_MOMENTS = 2 * (1 + 4 / 256)
 """Bytes of both moments of `adamw_8bit`: one each, and a float32 scale per 256 values."""
@@ -34,6 +35,8 @@ class PlannedProcess:
     parameters: int | None
     bytes: int | None
     """None for hub models, whose size is unknown before they are downloaded."""
+    working_bytes: int = 0
+    """On a GPU, at the peak and beyond `bytes`: activations, keys and values, logits (`memory/working.py`)."""
     host_bytes: int = 0
     """Host memory in addition to the GPU's (`trainer.offload_optimizer`, `teachers.NAME.offload`)."""
 
@@ -58,7 +61,7 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
 def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     """Rollout engines and servers, and the workers that run agent loops."""
     rollout, parameters = recipe.rollout, _parameters(recipe.student.model)
-    size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + _PROCESS_BYTES
+    size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + PROCESS_BYTES
 
     def device(unit: int, wanted: str) -> str:
         named = rollout.devices[unit] if rollout.devices else wanted
@@ -75,17 +78,17 @@ def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
             )
             for i in range(rollout.replicas)
         ]
-    planned += [
-        PlannedProcess(f"rollout-{i}", "generates", device(i, recipe.student.device), parameters, size)
-        for i in range(rollout.processes)
-    ]
+    work = sum(engine_work(recipe)) if rollout.processes else 0
+    for i in range(rollout.processes):
+        at = device(i, recipe.student.device)
+        planned.append(PlannedProcess(f"rollout-{i}", "generates", at, parameters, size, _on_gpu(at, work)))
     return planned + [
         PlannedProcess(
             f"rollout-worker-{i}",
             _loops(recipe),
             _device(recipe, seating, WORKERS, i, "cpu"),
             None,
-            _PROCESS_BYTES,
+            PROCESS_BYTES,
         )
         for i in range(rollout.workers)
     ]
@@ -106,19 +109,24 @@ def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
         size, host = student_bytes(recipe, parameters)
         if "cuda" not in device(0):
             size, host = size + host, 0
-        size, host = size // ranks + _PROCESS_BYTES, host // ranks
+        size, host = size // ranks + PROCESS_BYTES, host // ranks
     beside = _beside(recipe)
     whole = None if size is None or beside is None else size + beside
-    lead = PlannedProcess("trainer", "rollouts, journal, loss, optimizer", device(0), parameters, whole, host)
+    job = "rollouts, journal, loss, optimizer"
+    lead = PlannedProcess(
+        "trainer", job, device(0), parameters, whole, _on_gpu(device(0), trainer_work(recipe)), host
+    )
+    others = [(f"rank-{rank}", device(rank)) for rank in range(1, ranks)]
+    job = f"trains 1/{ranks} of the student"
+    work = trainer_work(recipe, generates=False) if others else 0
     return [
         lead,
-        *(
-            PlannedProcess(
-                f"rank-{rank}", f"trains 1/{ranks} of the student", device(rank), parameters, size, host
-            )
-            for rank in range(1, ranks)
-        ),
+        *(PlannedProcess(name, job, at, parameters, size, _on_gpu(at, work), host) for name, at in others),
     ]
+
+
+def _on_gpu(device: str, size: int) -> int:
+    return size if "cuda" in device else 0
 
 
 def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
@@ -171,7 +179,7 @@ def _critic(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
             "values of the student's tokens, and its own updates",
             _device(recipe, seating, CRITIC, 0, critic_device(recipe)),
             _parameters(_critic_model(recipe)),
-            None if size is None else size + _PROCESS_BYTES,
+            None if size is None else size + PROCESS_BYTES,
         )
     ]
 
@@ -197,10 +205,10 @@ def _replica(
                 f"scores rows of {teacher.key or 'every source'} (vLLM, and its cache)",
                 _device(recipe, seating, teacher_role(name), replica, teacher.device),
                 parameters,
-                None if parameters is None else parameters * _BYTES[teacher.dtype] + _PROCESS_BYTES,
+                None if parameters is None else parameters * _BYTES[teacher.dtype] + PROCESS_BYTES,
             )
         ]
-    size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + _PROCESS_BYTES
+    size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + PROCESS_BYTES
     if size is not None and teacher.quantize is not None:
         size -= ModelFolder.open(teacher.model, "model").linear_parameters * (_BYTES[teacher.dtype] - 1)
     job = f"scores rows of {teacher.key or 'every source'}"
@@ -208,16 +216,21 @@ def _replica(
     if size is not None and teacher.offload and seating.gpus(teacher_role(name), replica):
         blocks, host = offloaded_bytes(teacher)
         size += blocks
+    work = replica_work(recipe, teacher)
+    devices = [
+        _device(recipe, seating, teacher_role(name), replica, teacher.device, rank) for rank in range(ranks)
+    ]
     return [
         PlannedProcess(
             f"teacher-{name}-{replica}" + (f"-rank{rank}" if rank else ""),
             job if rank == 0 else f"holds 1/{ranks} of the model",
-            _device(recipe, seating, teacher_role(name), replica, teacher.device, rank),
+            at,
             parameters,
             size,
+            _on_gpu(at, work),
             host,
         )
-        for rank in range(ranks)
+        for rank, at in enumerate(devices)
     ]
 
 
