@@ -44,6 +44,9 @@ def main() -> None:
     parser.add_argument(
         "--label", default="1.5B", help="name of the recipe in the result file, with --recipe"
     )
+    parser.add_argument(
+        "--filled", action="store_true", help="an earlier run filled the caches: the first start counts"
+    )
     parser.add_argument("--limit", type=float, default=_DEADLINE_S, help="seconds for one start")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="with --recipe")
     options = parser.parse_args()
@@ -84,7 +87,7 @@ def start_of_a_recipe(options: argparse.Namespace) -> None:
     hardware = gpu_name() if torch.cuda.is_available() else cpu_name()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="understudy-start-") as folder:
-        for n in range(options.starts + 1):
+        for n in range(1 if options.filled else 0, options.starts + 1):
             parts = parts_of_a_start(
                 Path(folder) / f"run-{n}", options.recipe, options.overrides, options.limit
             )

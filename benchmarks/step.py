@@ -82,7 +82,7 @@ def main() -> None:
             return options.budget - (time.monotonic() - started)
 
         if options.determinism:
-            rows = _determinism(shape, folder, (student, teacher, prompts), left)
+            rows = _determinism(replace(shape, steps=3), folder, (student, teacher, prompts), left)
             if rows:
                 save("determinism", hardware, rows, options.out)
             return

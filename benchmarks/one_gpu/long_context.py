@@ -1,4 +1,4 @@
-"""Rows of 32k tokens on one GPU: does what `plan` recommends run, how much memory does it take, and how fast is it?
+"""Rows of 32,000 tokens on one GPU: does what `plan` recommends run, how much memory does it take, and how fast is it?
 
     python benchmarks/one_gpu/long_context.py TEACHER STUDENT TEXT.jsonl            about 130 s on an H200
     python benchmarks/one_gpu/long_context.py TEACHER STUDENT TEXT.jsonl --rows 2 --length 512 --new 32 --short 64   to try it
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from understudy.cluster.devices import gpu_memory
 from understudy.config import Recipe, parse_recipe
 from understudy.planning.memory.advice import settings_that_fit
 from understudy.planning.processes import PROCESS_BYTES, plan_processes
@@ -54,6 +53,7 @@ def main() -> None:
         return
     on_gpu = torch.cuda.is_available()
     hardware = gpu_name() if on_gpu else cpu_name()
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if on_gpu else 80 << 30
     rows: list[Row] = []
     rates: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="understudy-long-") as name:
@@ -67,7 +67,7 @@ def main() -> None:
             label = f"{options.label}, {case} tokens"
             run = folder / case.replace(" ", "-")
             recipe = _recipe(options, folder, run, count, length, new)
-            changed = settings_that_fit(parse_recipe(recipe), (gpu_memory() or [80 << 30])[0])
+            changed = settings_that_fit(parse_recipe(recipe), gpu_bytes)
             print(f"{label}: plan changes {changed or 'nothing'}", flush=True)
             for key, value in changed.items():
                 section, _, field = key.partition(".")
@@ -250,7 +250,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("text", type=Path)
     parser.add_argument("--label", default="1.5B")
     parser.add_argument("--rows", type=int, default=4, help="long rows of a step")
-    parser.add_argument("--length", type=int, default=32_768, help="tokens of a long row")
+    parser.add_argument("--length", type=int, default=32_000, help="tokens of a long row")
     parser.add_argument("--new", type=int, default=1024, help="new tokens of a long row")
     parser.add_argument("--short", type=int, default=512, help="tokens of a short row")
     parser.add_argument("--steps", type=int, default=2)

@@ -185,7 +185,12 @@ def _profiled(update: Callable[[], float], out: Path) -> None:
     with profile(activities=activities) as trace:
         wall = update()
     on_gpu = torch.cuda.is_available()
-    events = [one for one in trace.events() or () if not on_gpu or str(one.device_type).endswith("CUDA")]
+    # Annotations have spans on the GPU too, over many kernels.
+    events = [
+        one
+        for one in trace.events() or ()
+        if not on_gpu or (str(one.device_type).endswith("CUDA") and not one.is_user_annotation)
+    ]
     spans = [
         (one.time_range.start, one.time_range.end, one.name)
         for one in events

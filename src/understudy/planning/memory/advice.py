@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,18 @@ def gpu_loads(processes: list[PlannedProcess]) -> dict[str, int]:
             used = (process.bytes or 0) + process.working_bytes
             loads[process.device] = loads.get(process.device, 0) + used
     return loads
+
+
+def memory_lines(recipe: Recipe, processes: list[PlannedProcess], gpu_bytes: int, gpus: int) -> list[str]:
+    """What each GPU has to hold, and settings that make it less where it is too much. 0 bytes: not known."""
+    loads = gpu_loads(processes)
+    there = f" of {gpu_bytes / 2**30:,.1f}" if gpu_bytes else ""
+    lines = [f"{device}: {load / 2**30:,.1f} GiB at most{there}" for device, load in sorted(loads.items())]
+    if gpu_bytes and any(load > USABLE * gpu_bytes for load in loads.values()):
+        changed = settings_that_fit(recipe, gpu_bytes, gpus)
+        told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
+        lines.append(f"that is too much; set {told}" if told else "that is too much; use more or larger GPUs")
+    return lines
 
 
 def settings_that_fit(recipe: Recipe, gpu_bytes: int, gpus: int = 1) -> dict[str, Any]:

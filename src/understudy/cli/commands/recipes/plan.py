@@ -13,13 +13,12 @@ from rich.table import Table
 from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import gpu_memory, visible_gpus
-from understudy.config import Recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.observability.redact import redact
 from understudy.observability.report import many
-from understudy.planning.memory.advice import USABLE, gpu_loads, settings_that_fit
+from understudy.planning.memory.advice import memory_lines
 from understudy.planning.preflight import Findings
-from understudy.planning.processes import PlannedProcess, plan_processes
+from understudy.planning.processes import plan_processes
 from understudy.planning.ray_seating import ray_layout
 from understudy.planning.simulation.phase_times import batching_of, windows_of
 from understudy.planning.this_machine import plan_seats
@@ -90,7 +89,9 @@ def run(options: argparse.Namespace) -> None:
         work = f"+ {process.working_bytes / 2**30:,.2f} GiB" if process.working_bytes else ""
         table.add_row(process.name, process.job, process.device, parameters, memory, work)
     console.print(table)
-    for line in _fits(recipe, processes, options):
+    there = round(options.gpu_memory * 2**30) if options.gpu_memory else min(gpu_memory(), default=0)
+    gpus = options.gpus if options.gpus is not None else len(visible_gpus())
+    for line in memory_lines(recipe, processes, there, gpus):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if seating.placement.pools:
         console.print(seating.placement.drawing(), highlight=False, markup=False, soft_wrap=True)
@@ -110,20 +111,3 @@ def run(options: argparse.Namespace) -> None:
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
-
-
-def _fits(recipe: Recipe, processes: list[PlannedProcess], options: argparse.Namespace) -> list[str]:
-    """What each GPU has to hold, and settings that make it less where it is too much."""
-    there = options.gpu_memory * 2**30 if options.gpu_memory else min(gpu_memory(), default=0)
-    lines = []
-    for device, load in sorted(gpu_loads(processes).items()):
-        line = f"{device}: {load / 2**30:,.1f} GiB at most"
-        if there:
-            line += f" of {there / 2**30:,.1f}"
-        lines.append(line)
-    if there and any(load > USABLE * there for load in gpu_loads(processes).values()):
-        gpus = options.gpus if options.gpus is not None else len(visible_gpus())
-        changed = settings_that_fit(recipe, int(there), gpus)
-        told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
-        lines.append(f"that is too much; set {told}" if told else "that is too much; use more or larger GPUs")
-    return lines
