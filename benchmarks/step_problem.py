@@ -333,7 +333,7 @@ def show(row: Row) -> str:
 
 def save(name: str, hardware: str, rows: Sequence[Row], folder: Path | None = None) -> Path:
     folder = folder or HERE / "results"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{hardware}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print(f"wrote {path}")
