@@ -81,6 +81,8 @@ class History:
     """Processes and temporary files of the run after its end."""
     finished: bool = True
     """The run ended within the time allowed after the last fault."""
+    unreadable: Sequence[str] = ()
+    """Files of the run that could not be read after its end, with the error."""
 
 
 def violations(found: History, expected: History, promise: Promise) -> list[str]:
@@ -91,6 +93,7 @@ def violations(found: History, expected: History, promise: Promise) -> list[str]
         *_letters(found),
         *_kept(found),
         *(f"left behind: {one}" for one in found.left_behind),
+        *(f"a file is damaged: {one}" for one in found.unreadable),
         *_same(found, expected, promise),
     ]
 

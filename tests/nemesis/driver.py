@@ -11,23 +11,27 @@ import hashlib
 import math
 import os
 import shutil
+import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 from checker import AT_START, UNREACHED, History, Launch, Promise
 from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
-from reading import read_journal, read_kept, read_letters, read_steps
+from reading import count_steps, read_journal, read_kept, read_letters, read_steps
 from schedules import SQLITE, Fault, Schedule
 from small_runs import write_toml
 from starting import MARK, Trainer, start_trainer
 
 from understudy.cluster.fork_server import ForkServer
 
+Found = TypeVar("Found")
 LONGEST = 240.0
 """Seconds that a run may take after the last fault. An undisturbed one takes about ten."""
 _CACHES = ("torchinductor_", "ray")
@@ -149,21 +153,33 @@ class Trial:
         except FileNotFoundError:
             return 0
         if self._seen[0] != (told.st_mtime_ns, told.st_size):
-            steps = sum("actor/loss" in line for line in read_steps(self.run))
-            self._seen = (told.st_mtime_ns, told.st_size), steps
+            self._seen = (told.st_mtime_ns, told.st_size), count_steps(self.run)
         return self._seen[1]
 
     def history(self, finished: bool = True) -> History:
         left = left_behind(self.folder)
-        events, in_flight = read_journal(self.run / "dataplane")
-        checkpoint = self.run / "checkpoints" / f"step-{STEPS:06d}"
-        files = {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(checkpoint.glob("*.safetensors"))
-        }
+        plane, unreadable = self.run / "dataplane", list[str]()
+
+        def read(reader: Callable[[Path], Found], place: Path, nothing: Found) -> Found:
+            try:
+                return reader(place)
+            except (ValueError, KeyError, TypeError, sqlite3.Error) as error:
+                unreadable.append(f"{reader.__name__}: {error!r}")
+                return nothing
+
+        events, in_flight = read(read_journal, plane, ([], frozenset()))
+        metrics, letters = read(read_steps, self.run, []), read(read_letters, plane, {})
+        kept, files = read(read_kept, self.run, []), digests(self.run / "checkpoints" / f"step-{STEPS:06d}")
         return History(
-            self.launches, events, in_flight, read_steps(self.run), read_letters(self.run / "dataplane"), read_kept(self.run), files, left, finished
+            self.launches, events, in_flight, metrics, letters, kept, files, left, finished, unreadable
         )  # fmt: skip
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(checkpoint.glob("*.safetensors"))
+    }
 
 
 @functools.cache

@@ -120,7 +120,7 @@ class Injector:
         files = sorted(path for path in folders[-1].iterdir() if path.is_file() and path.stat().st_size)
         path = chance.choice(files)
         content = bytearray(path.read_bytes())
-        if chance.random() < 0.5:
+        if chance.random() < 0.3:
             del content[chance.randrange(len(content)) :]
         else:
             content[chance.randrange(len(content))] ^= 0xFF

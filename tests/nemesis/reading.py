@@ -10,13 +10,24 @@ from typing import Any
 
 from checker import Event
 
-from understudy.observability.metrics import read_metrics, without_clock
+WALL_CLOCK = ("time/", "perf/")
+"""Prefixes of metrics that do not repeat."""
+
+
+def count_steps(run: Path) -> int:
+    """Steps whose metrics are written, also of a file that is being written."""
+    lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    return sum(b'"actor/loss"' in line for line in lines)
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """Lines of metrics, without clocks."""
     path = run / "metrics.jsonl"
-    return [without_clock(line) for line in read_metrics(path)] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(WALL_CLOCK)}
+        for line in lines
+    ]
 
 
 def read_journal(folder: Path) -> tuple[list[Event], frozenset[str]]:

@@ -117,6 +117,8 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {}), **({MEMORY: 3} if memory else {})}
     kind = chance.choices(list(weights), list(weights.values()))[0]
     which = chance.randrange(100)
+    if kind == "clock" and which % 2:  # deadlines are longest while processes start
+        after, delay = 0, round(chance.uniform(0, 6), 2)
     if role == "fork server":  # it lives while processes start
         after, delay = 0, round(chance.uniform(0, 5), 2)
     if kind == "corrupt":  # the newest of two checkpoints

@@ -41,7 +41,7 @@ def summary(results: Iterable[Mapping[str, Any]]) -> str:
     failed = [line for line in tried if line["violations"]]
     kinds = Counter(kind for line in tried for kind in line["kinds"])
     modes = Counter(line["mode"] for line in tried)
-    faults, launches = sum(kinds.values()), sum(len(line["launches"]) for line in tried)
+    faults, launches = sum(line["faults"] for line in tried), sum(len(line["launches"]) for line in tried)
     text = [
         f"{len(tried)} schedules, {faults} faults that hit ({faults / max(len(tried), 1):.1f} a schedule), {launches} launches,"
         f" {sum(line['seconds'] for line in tried) / 3600:.1f} h",

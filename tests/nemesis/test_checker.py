@@ -49,6 +49,7 @@ def test_a_right_history_is_accepted() -> None:
         ({"files": {"model": "2"}}, "differs in ['model']"),
         ({"left_behind": ["python -m replica"]}, "left behind: python -m replica"),
         ({"finished": False}, "did not end"),
+        ({"unreadable": ["read_letters: half a line"]}, "a file is damaged: read_letters: half a line"),
         ({"launches": [Launch(1, ("kill",)), Launch(0, ())]}, "launch 1 ended with 1"),
         ({"launches": [Launch(-9, ()), Launch(0, ())]}, "launch 1 ended with -9"),
         ({"launches": [Launch(-9, ("kill replica",)), Launch(0, ())]}, "launch 1 ended with -9"),
