@@ -34,6 +34,7 @@ MOST_PICTURES_BYTES = 8 << 20
 _PICTURE_BYTES, _PICTURE_SIDE = 64 << 10, 512
 """A picture of more bytes is in the report at this size, in pixels of its longer side."""
 _POINTS = 1000
+_EVERYTHING = 1 << 62
 _TEACHER_CANDIDATES, _OWN_CANDIDATES = 6, 4
 _MODULES = (
     "dom", "state", "frozen", "uplot", "charts", "overview", "rollouts", "tokens", "disagreements", "timeline", "app",
@@ -45,8 +46,7 @@ _IMPORT = r'(?m)^import (.+?) from "\./(\w+)\.js";$'
 def write_report(run: RunDir, next_command: str | None = None) -> Path:
     """Writes report.html of a run that has ended; returns its path."""
     view = RunView(run, journal=False)
-    while view.look():
-        pass
+    view.look(_EVERYTHING, _EVERYTHING)  # at once: each look goes through all files of rows
     page = run.path / "report.html"
     page.write_text(_page(run.path.resolve().name, frozen(view, next_command)), encoding="utf-8")
     return page

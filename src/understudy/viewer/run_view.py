@@ -121,23 +121,24 @@ class RunView:
 
     # Reading on
 
-    def look(self) -> bool:
-        """Reads a bounded piece of what is new; whether there is more to read at once."""
+    def look(self, piece: int = _PIECE, files: int = _FILES_AT_ONCE) -> bool:
+        """Reads at most `piece` bytes of each file that is new, and this many files of rows; whether there is more to
+        read at once."""
         with self._lock:
-            more = self._look_metrics()
+            more = self._look_metrics(piece)
         with self._lock:
-            more = self._look_samples() or more
-        more = self._look_row_files() or more
+            more = self._look_samples(piece) or more
+        more = self._look_row_files(files) or more
         with self._lock:
-            more = self._spans.look(_PIECE) or more
+            more = self._spans.look(piece) or more
         if self._reads_journal:
             self._look_journal()
         self.complete = self.complete or not more
         return more
 
-    def _look_metrics(self) -> bool:
+    def _look_metrics(self, piece: int) -> bool:
         before = self._metrics.place
-        for offset, text in self._metrics.new_lines(_PIECE):
+        for offset, text in self._metrics.new_lines(piece):
             if self._metrics.restarted and offset == 0:
                 self._history, self._lines = History(), []
             line = record(text)
@@ -147,13 +148,13 @@ class RunView:
                     self._lines.append(
                         {key: value for key, value in line.items() if key[:4] in ("step", "val/")}
                     )
-        return self._metrics.place - before >= _PIECE
+        return self._metrics.place - before >= piece
 
-    def _look_samples(self) -> bool:
+    def _look_samples(self, piece: int) -> bool:
         before, chunk = self._samples.place, self._rows.chunks.get(("held-out", 0))
         if chunk is None:
             self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
-        for offset, text in self._samples.new_lines(_PIECE):
+        for offset, text in self._samples.new_lines(piece):
             if self._samples.restarted and offset == 0:
                 self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
             line = record(text)
@@ -164,9 +165,9 @@ class RunView:
                 )
         if self._samples.place != before:
             self._rows.touched()
-        return self._samples.place - before >= _PIECE
+        return self._samples.place - before >= piece
 
-    def _look_row_files(self) -> bool:
+    def _look_row_files(self, most: int) -> bool:
         """The newest steps first, a few files at a time."""
         fresh = []
         for kind, folder in (("kept", self.run.path / kept_rows.FOLDER_NAME), ("dump", self.run.rollouts)):
@@ -184,11 +185,11 @@ class RunView:
                 self._rows.chunks.pop((kind, int(path.stem)), None)
                 self._rows.touched()
         fresh.sort(reverse=True)
-        for step, kind, path, stamp in fresh[:_FILES_AT_ONCE]:
+        for step, kind, path, stamp in fresh[:most]:
             with self._lock:
                 self._rows.read_file(kind, step, path)
                 self._files[path] = stamp
-        return len(fresh) > _FILES_AT_ONCE
+        return len(fresh) > most
 
     def _look_journal(self) -> None:
         """Journal rows change all the time while a run lives: they are read again when the file changed, at

@@ -261,3 +261,17 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     said = capsys.readouterr().out
     assert "ended (its process is gone" in said and "running as" not in said
     assert said.index("its last report, of ") < said.index("1 replica healthy")
+
+
+def test_one_look_can_read_everything(tmp_path: Path) -> None:
+    """As the report of a long run does: each look goes through all files of rows."""
+    run = recorded_run(tmp_path / "run")
+    for step in range(100, 120):
+        (run.path / "kept_rows" / f"{step:06d}.jsonl").write_text(
+            json.dumps({"key": f"k{step}", "prompt": "p", "response": "r"}) + "\n"
+        )
+    view = RunView(run)
+    assert view.look()
+    view = RunView(run)
+    assert not view.look(1 << 62, 1 << 62)
+    assert view.summary()["rows"] == opened(run).summary()["rows"] >= 20
