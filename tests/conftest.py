@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+# More test processes than cores run at once: an OpenMP thread that spins for its peers takes the core from another test.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # while modules and thousands of tests are collected, which stay: a seventh of the CPU time
 
 

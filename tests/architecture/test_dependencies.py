@@ -4,7 +4,10 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
+
+from sources import nodes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,11 +27,12 @@ def module_of(requirement: str) -> str:
     return MODULES.get(name, name)
 
 
+@cache
 def imported() -> dict[str, str]:
     """Modules from outside, each with a file that imports it."""
     found = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

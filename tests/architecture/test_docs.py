@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from sources import nodes
 
 from understudy.cli.main import _parser
 from understudy.config import Recipe
@@ -223,7 +224,7 @@ def classes() -> dict[str, set[str]]:
     """Every class with what it defines: methods, fields, and what its methods set."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 names = found.setdefault(node.name, set())
                 for inner in ast.walk(node):
@@ -308,7 +309,7 @@ def strings() -> tuple[frozenset[str], re.Pattern[str]]:
     literals: list[str] = []
     made: set[str] = set()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 literals.append(node.value)
                 made.add(re.escape(node.value))

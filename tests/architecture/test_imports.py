@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from sources import nodes
 
 PACKAGE = Path(__file__).parents[2] / "src" / "understudy"
 LAYERS = (
@@ -80,7 +81,7 @@ def allowed(own: str) -> set[str]:
 @cache
 def imports(path: Path) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -134,7 +135,7 @@ def test_scripts_import_names_that_exist() -> None:
     modules = {module(path): path for path in [*FILES, PACKAGE / "__init__.py"]}
     missing = []
     for script in SCRIPTS:
-        for node in ast.walk(ast.parse(script.read_text())):
+        for node in nodes(script):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("understudy."):
                 continue
             source = modules.get(node.module or "")
@@ -246,7 +247,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
     for path in FILES:
         if path.relative_to(PACKAGE).as_posix() == "rollout/tools/jail.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in (
@@ -268,7 +269,7 @@ def test_a_class_name_means_one_thing() -> None:
     """No two modules have public classes of the same name."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import nodes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "understudy"
@@ -42,7 +43,7 @@ def written() -> dict[str, str]:
     """Whole metric names among the source's string literals → their file."""
     found = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and re.fullmatch(rf"(?:{ROOTS})(?:/[\w@]+)*/\w*[a-z0-9]", text):
                 found[text] = str(path.relative_to(SOURCE))

@@ -53,8 +53,11 @@ class ForkedCommand:
         return self._said.decode(), None
 
 
-def forked_command(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedCommand | None:
-    """`python -m understudy.cli.main` with these arguments; None where this process has no fork server for `env`."""
+def forked_command(
+    arguments: Sequence[str], env: Mapping[str, str], log: int | None = None
+) -> ForkedCommand | None:
+    """`python -m understudy.cli.main` with these arguments; None where this process has no fork server for `env`.
+    With a log, its output goes there."""
     server = fork_server.current()
     if server is None or not server.takes(env):
         return None
@@ -62,6 +65,8 @@ def forked_command(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedCo
         if server.over:
             return None
         time.sleep(0.05)
+    if log is not None:
+        return ForkedCommand(server.start("understudy.cli.main", arguments, env, log, None), -1)
     output, theirs = os.pipe()
     try:
         return ForkedCommand(server.start("understudy.cli.main", arguments, env, theirs, None), output)

@@ -1,6 +1,6 @@
 """Starts replica processes quickly: imports everything once, then forks a child per replica.
 
-A line of JSON in: {"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
+A line of JSON in, from standard input or from the pipe `--watch-fd N`: {"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
 A line of JSON out: {"pid": …}
 
 Each child runs the real server. `lie` makes its replies wrong on purpose, and its log counts every lie told.
@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -148,11 +149,11 @@ def child(order: dict[str, object], watch: int) -> int:
     return server.main([*argv, "--watch-fd", str(watch)])
 
 
-def run() -> None:
+def run(orders: TextIO) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children: do not keep zombies
     read_end, write_end = os.pipe()
     print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
+    for line in orders:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
@@ -167,4 +168,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    run(os.fdopen(int(sys.argv[2])) if sys.argv[1:2] == ["--watch-fd"] else sys.stdin)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from understudy.cluster import fork_server
 from understudy.serving.endpoint import Endpoint
 from understudy.types.scores import ScoreItem, Signal
 
@@ -190,16 +191,34 @@ class ReplicaForkServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("replica_fork_server.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        (orders_read, orders_write), (answers_read, answers_write) = os.pipe(), os.pipe()
+        self.orders, self.answers = os.fdopen(orders_write, "w"), os.fdopen(answers_read)
+        self.process = self._forked(env, answers_write, orders_read) or subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("replica_fork_server.py"))],
+            env=env,
+            stdin=orders_read,
+            stdout=answers_write,
         )
+        os.close(orders_read)
+        os.close(answers_write)
         self.count = 0
         self._answer()
 
+    @staticmethod
+    def _forked(env: Mapping[str, str], answers: int, orders: int) -> fork_server.ChildProcess | None:
+        """By the fork server of this test process, which has imported torch already, if there is one."""
+        server = fork_server.current()
+        if server is None or not server.takes(env):
+            return None
+        while not server.ready():
+            if server.over:
+                return None
+            time.sleep(0.05)
+        with contextlib.chdir(Path(__file__).parent):  # a fork finds modules in the folder that it begins in
+            return server.start("replica_fork_server", [], env, answers, orders)
+
     def _answer(self) -> dict[str, int]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         if not line:
             raise RuntimeError("the fork server ended")
         return json.loads(line)
@@ -235,14 +254,16 @@ class ReplicaForkServer:
             "rate": rate,
             "seed": seed,
         }
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        self.orders.write(json.dumps(order) + "\n")
+        self.orders.flush()
         return Child(self._answer()["pid"], folder)
 
     def close(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        self.orders.close()
+        self.answers.close()
 
 
 _SHARED: list[ReplicaForkServer] = []

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_command import forked_command
+from small_runs import Command
 from teacher_rig import random_items, write_model
 from test_teacher_backends import assert_plain
 
@@ -18,19 +20,20 @@ from understudy.cli.main import main
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
-def serve(model: Path, log: Path, *options: str, token: str | None = None) -> subprocess.Popen[bytes]:
+def serve(model: Path, log: Path, *options: str, token: str | None = None) -> Command:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("UNDERSTUDY_TOKEN", None)
     if token:
         env["UNDERSTUDY_TOKEN"] = token
-    command = [sys.executable, "-m", "understudy.cli.main", "serve-teacher", str(model), "--name", "math"]
+    words = ["serve-teacher", str(model), "--name", "math", "--bind", "127.0.0.1:0", *options]
     with log.open("wb") as sink:
-        return subprocess.Popen(
-            [*command, "--bind", "127.0.0.1:0", *options], env=env, stdout=sink, stderr=sink
-        )
+        if forked := forked_command(words, env, sink.fileno()):
+            return forked
+        command = [sys.executable, "-m", "understudy.cli.main", *words]
+        return subprocess.Popen(command, env=env, stdout=sink, stderr=sink, text=True)
 
 
-def address(process: subprocess.Popen[bytes], log: Path) -> str:
+def address(process: Command, log: Path) -> str:
     until = time.monotonic() + 120
     while not (found := re.search(r"scores at (\S+)", log.read_text())):
         assert process.poll() is None and time.monotonic() < until, log.read_text()
@@ -39,6 +42,7 @@ def address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def score(url: str, rows: Path, *options: str, token: str) -> subprocess.CompletedProcess[str]:
+    """As a new Python, which shows that standard output has nothing but scores."""
     command = [sys.executable, "-m", "understudy.cli.main", "score", url, str(rows), *options]
     env = {**os.environ, "UNDERSTUDY_TOKEN": token}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import json, os, sys, torch
+import json, os, sys, torch, torch._dynamo, torch._inductor.config
 from understudy.nn.compiled_layers import compile_layers
 
 class Body(torch.nn.Module):

@@ -17,6 +17,15 @@ DECODE, SCORE, UPDATE, OPTIMIZER, PUBLISH = 0.05, 0.24, 0.8, 0.02, 0.04
 """Seconds: of a decode step; of scoring a batch on two teachers; of forward and backward; of the rest of an update."""
 
 
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The quickstart's recipe with few rows. All 10,000 would take a second of CPU time to check before each answer."""
+    few = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    lines = (QUICKSTART.parent / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(lines[:640]))
+    return [str(QUICKSTART), f"data.train={few}"]
+
+
 def write_run(folder: Path, decode: float = DECODE, max_batch: int = ROWS) -> Path:
     """A sync run in which every step is the same."""
     folder.mkdir()
@@ -75,9 +84,11 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
         measure(run)
 
 
-def test_plan_simulates_and_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_simulates_and_recommends(
+    quickstart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run")
-    assert main(["plan", str(QUICKSTART), "--simulate", str(run), "--devices", "6"]) == 0
+    assert main(["plan", *quickstart, "--simulate", str(run), "--devices", "6"]) == 0
     told = capsys.readouterr().out
     assert "measured 22.86 rows/s, its own phase times give 22.86" in told and "staleness 1" in told
     assert "recommended for 6 devices" in told and "(6 in use)" in told
@@ -91,7 +102,7 @@ def test_plan_simulates_and_recommends(tmp_path: Path, capsys: pytest.CaptureFix
         "--score-token",
         "0.001",
     ]
-    assert main(["plan", str(QUICKSTART), "trainer.batch_size=16", "--simulate", *flags]) == 0
+    assert main(["plan", *quickstart, "trainer.batch_size=16", "--simulate", *flags]) == 0
     assert "1 + 1 + 1" in capsys.readouterr().out
 
 
@@ -118,25 +129,31 @@ def test_plan_simulates_and_recommends(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    quickstart: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(QUICKSTART), "--simulate", *flags]) == 2
+    assert main(["plan", *quickstart, "--simulate", *flags]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_without_measurements_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_measurements_says_so(
+    quickstart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "recipe.json").write_text("{}")
-    assert main(["plan", str(QUICKSTART), "--simulate", str(tmp_path)]) == 2
+    assert main(["plan", *quickstart, "--simulate", str(tmp_path)]) == 2
     assert "has no spans.jsonl: nothing was measured there" in " ".join(capsys.readouterr().err.split())
 
 
-def test_flags_of_the_simulation_are_not_taken_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(QUICKSTART), "--devices", "8", "--also", "runs/x"]) == 2
+def test_flags_of_the_simulation_are_not_taken_in_silence(
+    quickstart: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *quickstart, "--devices", "8", "--also", "runs/x"]) == 2
     assert "--devices, --also: only --simulate looks at it" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_word_behind_the_flag_is_a_word_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_behind_the_flag_is_a_word_and_no_run(
+    quickstart: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--decode", "1:0.01", "--update-token", "0.001", "--simulate", "trainer.batch_size=16"]
-    assert main(["plan", str(QUICKSTART), *flags]) == 0, capsys.readouterr().err
-    assert main(["plan", str(QUICKSTART), *flags[:-1], "trainer.batch_sise=16"]) == 2
+    assert main(["plan", *quickstart, *flags]) == 0, capsys.readouterr().err
+    assert main(["plan", *quickstart, *flags[:-1], "trainer.batch_sise=16"]) == 2
     assert "did you mean `trainer.batch_size`" in capsys.readouterr().err

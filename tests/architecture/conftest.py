@@ -1,0 +1,12 @@
+"""Syntax trees are kept for the tests of one module, and no longer: they are large."""
+
+from collections.abc import Iterator
+
+import pytest
+from sources import nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_of_one_module() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
