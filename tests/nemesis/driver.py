@@ -25,7 +25,7 @@ from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
 from reading import count_steps, read_journal, read_kept, read_letters, read_steps
-from schedules import SQLITE, Fault, Schedule
+from schedules import PRELOADED, Fault, Schedule
 from small_runs import write_toml
 from starting import MARK, Trainer, start_trainer
 
@@ -59,7 +59,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         able = bool(flush_library())
-        self.pending = [one for one in self.schedule.faults if able or one.kind != SQLITE]
+        self.pending = [one for one in self.schedule.faults if able or one.kind not in PRELOADED]
 
     @property
     def run(self) -> Path:

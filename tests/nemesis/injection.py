@@ -19,12 +19,14 @@ import psutil
 from checker import DISK, NO_MEMORY
 from modes import ROLES
 from network import Proxy
-from schedules import CLOCK, FSYNC, MEMORY, NETWORK, SQLITE, Fault
+from schedules import CLOCK, FSYNC, MEMORY, NETWORK, PRELOADED, SQLITE, Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _HALF_A_LINE = b'{"step": 99, "actor/lo'
-_FULL_AT = (64 << 10, 12 << 10, 1 << 10)
-"""Bytes beyond which no file of the trainer can grow while its disk is full; `Fault.which` chooses."""
+_FULL_AT = (64 << 10, 64 << 10, 12 << 10, 1 << 10)
+"""Bytes beyond which no file of the trainer can grow while its disk is full; `Fault.which` chooses. The first leave room for
+metrics, not for the journal."""
+_SWING_SECONDS = 10.0
 _SPARE = 4 << 20
 """Bytes that a process without memory can still get."""
 
@@ -36,7 +38,7 @@ class Injector:
         self.run, self.proxy = folder / "run", proxy
         self.shim = folder / "shim.json"
         self.flush = folder / "flush-fails"
-        """While it exists, flushes of the journal fail (`shim/flush.c`)."""
+        """While it exists, flushes of the journal fail; with `.full` at its end, writes (`shim/flush.c`)."""
         self._lasting: list[tuple[float, Callable[[], None]]] = []
 
     def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
@@ -46,8 +48,8 @@ class Injector:
             return None
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
-        if fault.kind in (*FSYNC, SQLITE, "full disk"):
-            return DISK
+        if fault.kind in ("failing fsync", *PRELOADED, "full disk"):
+            return DISK  # a slow one must end no launch
         if fault.kind == MEMORY:
             return NO_MEMORY
         if fault.kind in ("everything", "tear", "corrupt"):
@@ -72,15 +74,17 @@ class Injector:
             _, hard = target.rlimit(psutil.RLIMIT_FSIZE)
             target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT[fault.which % len(_FULL_AT)], hard))
             self._later(fault.seconds, lambda: _room(target, hard))
-        elif fault.kind == SQLITE:
-            self.flush.touch()
-            self._later(fault.seconds, lambda: self.flush.unlink(missing_ok=True))
+        elif fault.kind in PRELOADED:
+            flag = self.flush if fault.kind == SQLITE else self.flush.with_name(f"{self.flush.name}.full")
+            flag.touch()
+            self._later(fault.seconds, lambda: flag.unlink(missing_ok=True))
         elif fault.kind == MEMORY:
             _, hard = target.rlimit(psutil.RLIMIT_AS)
             target.rlimit(psutil.RLIMIT_AS, (target.memory_info().vms + _SPARE, hard))
             self._later(fault.seconds, lambda: _room(target, hard, psutil.RLIMIT_AS))
         elif fault.kind in CLOCK:
-            self._tell(clock=fault.seconds)
+            self._tell(clock=fault.seconds, swings=bool(fault.which % 2))
+            self._later(_SWING_SECONDS, lambda: self._tell(swings=False))
         elif fault.kind in FSYNC:
             self._tell(fsync=FSYNC[fault.kind])
             self._later(fault.seconds, lambda: self._tell(fsync=""))

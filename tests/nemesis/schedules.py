@@ -23,6 +23,9 @@ POINTS = (
 CLOCK = ("clock",)
 FSYNC = {"slow fsync": "slow", "failing fsync": "fail"}
 SQLITE = "failing sqlite flush"
+FULL_JOURNAL = "full journal"
+PRELOADED = (SQLITE, FULL_JOURNAL)
+"""Need a C compiler (`shim/flush.c`)."""
 MEMORY = "no memory"
 """Only if it is asked for (`--only`): a reward that gets no memory is a dead letter, so bits may differ."""
 NETWORK = ("partition", "delay", "reset", "damage")
@@ -34,7 +37,7 @@ MOST = 9
 KINDS = {
     "kill": 4, "terminate": 2, "freeze": 3, "point": 3, "tear": 1, "corrupt": 1, "everything": 1,
     "full disk": 1, "failing fsync": 1, "slow fsync": 1, "clock": 1,
-    SQLITE: 1,
+    SQLITE: 1, FULL_JOURNAL: 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
 
@@ -45,8 +48,9 @@ class Fault:
     """kill, terminate or freeze a process; everything: kill all processes of the run at once; tear: kill the trainer
     and leave half a write at the end of its files; corrupt: kill it and damage the newest checkpoint; point: the next
     trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
-    failing or slow fsync; failing sqlite flush: of the journal's files, in C; no memory: the process gets none beyond
-    what it has; clock: `time.time` jumps by `seconds`; partition, delay, reset, damage: of the connections to the
+    failing or slow fsync; failing sqlite flush: of the journal's files, in C; full journal: these files alone cannot be
+    written, so that steps may be saved meanwhile; no memory: the process gets none beyond
+    what it has; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
     external teacher, or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
@@ -139,11 +143,11 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
         return Fault(kind, role, after, delay, which, round(seconds, 2))
     if kind == "clock":
         return Fault(
-            kind, "trainer", after, delay, seconds=chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
+            kind, "trainer", after, delay, which, chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
         )
-    lasts = (
-        round(chance.uniform(0.5, 8), 2) if kind in (*FSYNC, *NETWORK, SQLITE, MEMORY, "full disk") else 0.0
-    )
+    # A step takes a fifth of a second: a short fault ends before the next checkpoint.
+    lasting = kind in (*FSYNC, *NETWORK, *PRELOADED, MEMORY, "full disk")
+    lasts = round(chance.choice((chance.uniform(0.05, 0.5), chance.uniform(0.5, 8))), 2) if lasting else 0.0
     return Fault(kind, "trainer", after, delay, which, lasts)
 
 

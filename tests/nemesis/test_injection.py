@@ -54,6 +54,13 @@ def test_clock_flushes_and_room_fail_and_recover(tmp_path: Path) -> None:
         assert ask() == "0 ok"
         assert injector.inject(Fault("clock", seconds=3600.0), process) == "clock"
         assert ask() == "3600 ok"
+        injector.inject(Fault("clock", seconds=3600.0, which=1), process)
+        seen = set()
+        until = time.monotonic() + 2
+        while len(seen) < 2 and time.monotonic() < until:
+            seen.add(ask())
+        assert seen == {"0 ok", "3600 ok"}, "it jumps back and forth"
+        injector.undo(everything=True)
         injector.inject(Fault("failing fsync", seconds=60.0), process)
         assert ask() == "3600 Input/output error"
         injector.undo(everything=True)
@@ -107,6 +114,42 @@ def test_flushes_that_sqlite_makes_fail_and_cost_nothing(tmp_path: Path) -> None
     assert f"{tmp_path}/plane/journal.sqlite cannot be checkpointed: disk I/O error" in checkpoint, done
     assert "free space or mend the disk" in checkpoint
     assert rest == ["closed", "['a_0_0']"], done
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_full_journal_is_told_and_has_what_was_acknowledged(tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from pathlib import Path
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.errors import DataPlaneError
+
+def opened(folder):
+    return EmbeddedDataPlane.open(folder, max_rows=99, max_bytes=10**6, spill_bytes=10**6)
+
+async def main(folder, flag):
+    plane = opened(folder)
+    await plane.put("train", {"a_0_0": {"reward": 1.0}})
+    flag.touch()
+    try:
+        await plane.put("train", {"b_0_0": {"reward": 1.0}})
+    except DataPlaneError as error:
+        print(error)
+    flag.unlink()
+    await plane.close()
+    plane = opened(folder)
+    print(list(await plane.list("train")))
+    await plane.close()
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+    flag = tmp_path / "flag"
+    env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
+    command = [sys.executable, "-c", code, str(tmp_path / "plane"), f"{flag}.full"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    told, rows = done.stdout.splitlines() or [done.stderr, ""]
+    assert "journal.sqlite cannot be written: database or disk is full" in told, done
+    assert rows == "['a_0_0']", done
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -31,7 +31,7 @@ from checker import AT_START, History, Launch, Promise, violations  # noqa: E402
 from driver import left_behind, processes_of  # noqa: E402
 from injection import Injector  # noqa: E402
 from reading import read_journal, read_kept, read_letters, read_steps  # noqa: E402
-from schedules import MEMORY, POINTS, SQLITE, Fault, draw_fault  # noqa: E402
+from schedules import MEMORY, POINTS, PRELOADED, Fault, draw_fault  # noqa: E402
 from small_runs import ASSETS  # noqa: E402
 from starting import start_trainer  # noqa: E402
 
@@ -47,7 +47,7 @@ ENDS_A_LAUNCH = {
     "corrupt",
     "full disk",
     "failing fsync",
-    SQLITE,
+    *PRELOADED,
     MEMORY,
 }
 OVERRIDES = ["trainer.steps=100000", "trainer.checkpoint_every=5", "trainer.eval_every=200", "run.threads=1"]
