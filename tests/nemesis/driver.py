@@ -32,8 +32,8 @@ from starting import MARK, Trainer, start_trainer
 from understudy.cluster.fork_server import ForkServer
 
 Found = TypeVar("Found")
-LONGEST = 240.0
-"""Seconds that a run may take after the last fault. An undisturbed one takes about ten."""
+LONGEST = 150.0
+"""Seconds that a run may take after the last fault. An undisturbed one takes about ten; a process may take 180 to start."""
 _CACHES = ("torchinductor_", "ray")
 """Kept by libraries between processes on purpose."""
 _LOOK_SECONDS = 0.03
@@ -157,7 +157,7 @@ class Trial:
         return self._seen[1]
 
     def history(self, finished: bool = True) -> History:
-        left = left_behind(self.folder)
+        left = left_behind(self.folder) + [f"run/{one.name}" for one in self.run.glob(".*.tmp")]
         plane, unreadable = self.run / "dataplane", list[str]()
 
         def read(reader: Callable[[Path], Found], place: Path, nothing: Found) -> Found:

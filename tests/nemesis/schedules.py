@@ -124,7 +124,7 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     if kind == "clock" and which % 2:  # deadlines are longest while processes start
         after, delay = 0, round(chance.uniform(0, 6), 2)
     if role == "fork server":  # it lives while processes start
-        after, delay = 0, round(chance.uniform(0, 5), 2)
+        after, delay = 0, round(chance.uniform(0, 3), 2)
     if kind == "corrupt":  # the newest of two checkpoints
         after = max(after, 2 * CHECKPOINT_EVERY)
     if kind == "point":

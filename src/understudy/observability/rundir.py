@@ -212,7 +212,16 @@ class RunDir:
         handle.write(str(os.getpid()))
         handle.flush()
         only_here(handle, lambda file: file.close())
+        self._sweep()
         return handle
+
+    def _sweep(self) -> None:
+        """Removes what killed processes left of `write_atomically`."""
+        for left in self.path.glob(".*.*-*.tmp"):
+            owner = left.name.split(".")[-2].partition("-")[0]
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+                with suppress(OSError):
+                    left.unlink()
 
 
 def cannot_be_made(path: Path, error: OSError) -> RunDirectoryError:

@@ -121,3 +121,13 @@ def test_a_launch_that_ended_before_its_recipe_was_written_can_be_begun_anew(
 
 def _failing(descriptor: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_launch_removes_what_a_killed_one_left_of_a_write(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    code = "import os, sys; from understudy.observability.rundir import write_atomically as w; from pathlib import Path; os.replace = lambda *_: os.kill(os.getpid(), 9); w(Path(sys.argv[1]), 'x')"
+    subprocess.run([sys.executable, "-c", code, str(run.path / "waits.json")], check=False)
+    (run.path / f".other.json.{os.getpid()}-7.tmp").touch()  # of a process that lives
+    assert len(list(run.path.glob(".*.tmp"))) == 2
+    with run.lock():
+        assert [one.name for one in run.path.glob(".*.tmp")] == [f".other.json.{os.getpid()}-7.tmp"]
