@@ -1,0 +1,36 @@
+"""`RankThread`: what ends with it, and what must not."""
+
+import os
+import subprocess
+import sys
+
+_TWO_THREADS = """
+import tempfile, threading, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from understudy.policy.ranks.rank_thread import RankThread
+
+def shard():
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/rendezvous", rank=0, world_size=1)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(1, 4)).sum().backward()
+    dist.destroy_process_group()
+
+for _ in range(3):
+    thread = RankThread()
+    thread.submit(shard).result()
+    thread.close()
+    for ending in threading.enumerate():
+        if ending.name == "rank":
+            ending.join()
+print("done")
+"""
+
+
+def test_a_model_can_be_sharded_after_the_thread_that_sharded_one_has_ended() -> None:
+    """As a restart of the run does. Ended by SIGSEGV with torch 2.11 built for CUDA on a machine without a GPU."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-X", "faulthandler", "-c", _TWO_THREADS]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
