@@ -17,6 +17,7 @@ from understudy.assembly.engines import open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import (
     aligners_of,
+    longest_request,
     other_tokenizers,
     renderer_of,
     student_facts,
@@ -167,6 +168,7 @@ async def build(
             usable,
             stack,
             view,
+            await asyncio.to_thread(longest_request, settings.engine, recipe.data, student, rows),
         )
         checkpoints = _checkpoints(recipe, run)
         self_teachers = self_teachers_of(
@@ -339,13 +341,14 @@ async def _policy_and_engine(
     usable: UsableIds | None,
     stack: AsyncExitStack,
     view: LiveView,
+    longest: int | None,
 ) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
     """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
 
     The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
-    into it), or trains while rollouts continue. `devices` as in `open_engine`."""
+    into it), or trains while rollouts continue. `devices` and `longest` as in `open_engine`."""
     own, on_bad_rows = policy_settings(settings.learn, usable), partial(keep_refused, run, "student")
-    engine = await open_engine(settings.engine, student, processes, view, devices)
+    engine = await open_engine(settings.engine, student, processes, view, devices, longest)
     stack.push_async_callback(engine.close)
     policy: Policy | LeadingPolicy
     ranks = settings.learn.trainer.ranks

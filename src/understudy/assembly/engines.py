@@ -84,18 +84,21 @@ async def open_engine(
     launcher: HostLauncher,
     view: LiveView,
     devices: Sequence[str] = (),
+    longest: int | None = None,
 ) -> Engine:
-    """`devices`: the GPUs of each engine process or server, in the form of CUDA_VISIBLE_DEVICES."""
+    """`devices`: the GPUs of each engine process or server, in the form of CUDA_VISIBLE_DEVICES. `longest`: the tokens of the
+    longest row, if they are known: an engine of ours reserves memory for rows of that length instead of the whole context."""
     rollout = settings.rollout
     if rollout.engine != "hf":
         return await _remote(settings, student, launcher, view, devices)
+    length = context_of(settings, student)
+    length = min(length, longest or length)
     if rollout.processes:
         view.phase(f"starting {rollout.processes} engine process(es)")
-        length = context_of(settings, student)
         return await hosts_of(settings, student, launcher, devices, max_length=length, notify=view.note)
     batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
     own = student.sharing_copy() if settings.shares_tensors else student.copy()
-    return own.engine(rollout.max_batch, batching, context_of(settings, student), KeptAs(rollout.kv_cache))
+    return own.engine(rollout.max_batch, batching, length, KeptAs(rollout.kv_cache))
 
 
 def publisher_of(settings: EngineSettings, policy: Policy | LeadingPolicy, engine: Engine) -> WeightPublisher:

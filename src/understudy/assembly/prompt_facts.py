@@ -21,11 +21,13 @@ from understudy.policy.load import load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, Row
 from understudy.rollout.render import Renderer
+from understudy.rollout.row_length import longest_row, prompts_of
 from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.teacher.alignment import TokenAligner, TurnEnds
 from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.teacher.token_bytes import TokenBytes
 from understudy.trainers.models import LoadedModel
+from understudy.trainers.prompt_data import PromptData
 from understudy.types.usable_ids import UsableIds
 
 _AT_A_TIME = 256
@@ -93,6 +95,18 @@ def renderer_of(settings: EngineSettings, data: DataConfig, student: LoadedModel
         truncate=data.overlong == "truncate_left",
         pictures=student.pictures,
     )
+
+
+def longest_request(
+    settings: EngineSettings, data: DataConfig, student: LoadedModel, rows: PromptData
+) -> int | None:
+    """Tokens of the longest row that the engine writes. Only for a student on a GPU, where an engine reserves keys and values
+    for `rollout.max_batch` rows: of 32,768 tokens each they need more than a GPU has. None: not known, or not needed."""
+    rollout = settings.rollout
+    if rollout.context_length is not None or student.device.type == "cpu" or student.pictures is not None:
+        return None
+    renderer = renderer_of(settings, data, student)
+    return longest_row(renderer, prompts_of(rows.train, rows.eval), rollout.agent, rollout.max_new_tokens)
 
 
 def once_longest_prompt(

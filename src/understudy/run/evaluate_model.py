@@ -33,6 +33,7 @@ from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.rollout.row_length import longest_row
 from understudy.run.measurable import check_measurable
 from understudy.trainers.evaluation.best_checkpoint import best_step
 from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_prompts, measures
@@ -83,7 +84,6 @@ async def evaluate_model(
     max_batch = recipe.rollout.max_batch if recipe else _MAX_BATCH
     rollout = recipe.rollout if recipe else RolloutConfig()
     context = min(rollout.context_length or student.context, student.steady_context)
-    engine = student.engine(max_batch, max_length=context)
     renderer = Renderer(
         student.tokenizer,
         context=context,
@@ -107,6 +107,8 @@ async def evaluate_model(
         for note in notes:
             view.note(note)
     prompts = eval_prompts(problems, samples)
+    longest = longest_row(renderer, prompts, agent or rollout.agent, budget) or context
+    engine = student.engine(max_batch, max_length=min(longest, context))
     usable = None
     rows = student.model.get_output_embeddings().weight.shape[0]
     if student.pictures is not None:

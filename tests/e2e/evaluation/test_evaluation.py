@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 from small_runs import call_cli, run_cli, write_toml
+from transformers import AutoTokenizer
 
 import understudy
 from understudy.cli.main import main
 from understudy.observability.metrics import read_metrics, without_clock
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.trainers.models import LoadedModel
 
 Make = Callable[..., dict[str, Any]]
 
@@ -148,3 +150,31 @@ def test_a_reward_in_the_current_folder_is_found(
     assert code == 0 and "mean reward                      7.5000" in said and "accuracy" not in said, said
     code, said = call_cli("eval", str(measured), "--reward", "nowhere_at_all:f", *words)
     assert code == 2 and f"modules are looked up in {tmp_path}" in said.replace(f"{place}, ", ""), said
+
+
+def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_the_whole_context(
+    tmp_path: Path, recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it reserves keys and values for rows of that length: a whole context of 32,768 tokens does not fit."""
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:6]
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(lines) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(recipe()["student"]["model"])
+    longest = max(
+        len(
+            tokenizer.apply_chat_template(json.loads(line)["messages"], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
+        for line in lines
+    )
+    lengths: list[Any] = []
+    make = LoadedModel.engine
+    monkeypatch.setattr(
+        LoadedModel, "engine", lambda self, *given, **named: lengths.append(named.get("max_length")) or make(self, *given, **named)
+    )  # fmt: skip
+    reward = "understudy.rollout.rewards.builtin:exact_match"
+    model = str(recipe()["student"]["model"])
+    words = ("eval", model, "--data", str(data), "--reward", reward, "--max-new-tokens", "5")
+    code, output = call_cli(*words)
+    assert code == 0 and lengths == [longest + 5], output

@@ -2,15 +2,22 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from understudy.assembly.prompt_facts import once_longest_prompt, prompt_lengths
+from understudy.assembly.prompt_facts import longest_request, once_longest_prompt, prompt_lengths
+from understudy.config import DataConfig, parse_recipe
+from understudy.planning.resolved import resolve
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
+from understudy.trainers.models import LoadedModel, load_model
+from understudy.trainers.prompt_data import PromptData
 
 STUDENT = Path(str(resources.files("understudy.assets") / "quickstart" / "models" / "student"))
 TEMPLATE = (
@@ -79,3 +86,31 @@ def test_several_teachers_ask_and_it_is_measured_once(
     every, plain, again = asyncio.run(asked())
     assert every == again > plain == 7, "each teacher's own rows count"
     assert sum(rendered) == len(prompts)
+
+
+def test_an_engine_on_a_gpu_reserves_memory_for_the_longest_row_and_not_for_the_whole_context(
+    prompts: Dataset,
+) -> None:
+    """Of a context of 32,768 tokens 64 rows have 120 GB of keys and values, with prompts of 100 tokens as with any."""
+    student = load_model(str(STUDENT), device="cpu")
+    student.tokenizer.chat_template = TEMPLATE
+    on_gpu = replace(student, device=torch.device("cuda"))
+
+    def measured(on: LoadedModel, **rollout: Any) -> int | None:
+        settings = resolve(
+            parse_recipe(
+                {
+                    "student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"},
+                    "rollout": {"max_new_tokens": 7, **rollout},
+                }
+            ), 0,
+        ).engine  # fmt: skip
+        return longest_request(settings, DataConfig(train="d.jsonl"), on, PromptData(prompts, None))
+
+    longest = by_hand(student.tokenizer, prompts, student.context - 7, "=")
+    assert measured(on_gpu) == longest + 7
+    assert measured(student) is None
+    assert measured(on_gpu, context_length=student.context) is None
+    assert measured(on_gpu, agent="tool") is None
+    prompts.rows[400]["agent"] = "tool"
+    assert measured(on_gpu) is None

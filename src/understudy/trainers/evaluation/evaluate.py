@@ -23,6 +23,7 @@ from typing import Any
 from understudy.errors import RankLost
 from understudy.observability.faults import point
 from understudy.rollout.dataset import Dataset
+from understudy.rollout.row_length import longest_row
 from understudy.trainers.checkpoints import record_step, save_despite
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
 from understudy.trainers.evaluation.evaluator import FailedAnswer
@@ -139,10 +140,10 @@ async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
         )
         if producer.renderer.pictures is not None:
             loaded = loaded.reading(producer.renderer.pictures.store, teacher.model, teacher.revision)
-        engine = loaded.engine(producer.evaluator.max_batch)
-        evaluator = replace(
-            producer.evaluator, engine=engine, context=loaded.steady_context, seed=0, failures=[]
-        )
+        context, rollout = loaded.steady_context, producer.settings.rollout
+        longest = longest_row(producer.renderer, mine, rollout.agent, rollout.max_new_tokens) or context
+        engine = loaded.engine(producer.evaluator.max_batch, max_length=min(longest, context))
+        evaluator = replace(producer.evaluator, engine=engine, context=context, seed=0, failures=[])
         text = f"evaluating teacher {name} on {len(mine)} held-out problems"
         try:
             with producer.state.view.work(text, total=len(mine)) as advance:
