@@ -72,7 +72,7 @@ class RolloutConfig(Section):
     when not set."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a rollout, prompt and all turns; the student's own limit when not set. Engines reserve
-    memory for it."""
+    memory for it; the `hf` engine on a GPU, where it is not set and rows have one turn, for the longest prompt and its answer."""
     max_batch: Annotated[int, Field(ge=1)] = 128
     """Requests the engine decodes together."""
     kv_cache: Literal["model", "fp8"] = "model"

@@ -1,6 +1,7 @@
 """Working memory of a recipe's processes on a GPU: what each needs at its peak beyond weights and optimizer.
 
-Rows are counted as long as they may be: `rollout.context_length`, or the student's own limit. A process of a model whose
+Rows are counted as long as they may be: `rollout.context_length`, or the student's own limit, without a look at the data: a run
+whose prompts are short needs less. A process of a model whose
 layers are not known (`shapes.py`), or that is not downloaded yet, counts as 0.
 """
 
