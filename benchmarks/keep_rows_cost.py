@@ -11,7 +11,7 @@ one side of it, else open. Beside the seconds stand the trainer's CPU seconds, f
 they say more where other programs use the machine.
 
 As a script: `keep_rows_cost.py BLOCK CPU.json train RECIPE …` is `understudy train RECIPE …` with rows kept in odd
-blocks of BLOCK steps; CPU.json gets the CPU seconds of each step.
+blocks of BLOCK steps; CPU.json gets the CPU seconds of each step. With BLOCK 0 rows are kept as the recipe says.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
 
     async def in_odd_blocks(system: Any, lease: Any, batch: Any, step: int) -> Any:
         begun[step] = time.process_time()
-        if (step - 1) // block % 2 == 0:
+        if block and (step - 1) // block % 2 == 0:
             settings = replace(system.producer.settings, keep_rows=0)
             system = replace(system, producer=replace(system.producer, settings=settings))
         return await whole(system, lease, batch, step)

@@ -1,13 +1,14 @@
 """The page on a run of 100,000 rows: first paint, any row, memory of the server, and what it costs a trainer.
 
-    python benchmarks/viewer.py                  # about 6 minutes on two cores
+    python benchmarks/viewer.py                  # about 9 minutes on two cores
     python benchmarks/viewer.py --no-trainer     # without the training run
+    python benchmarks/viewer.py --only-trainer   # the training run alone, about 5 minutes
 
 First paint is taken with a browser where Playwright and chromium are found, otherwise as the time of all the
 requests that the first paint needs. For the trainer's cost a quickstart trains while the server of that run
 answers what an open page asks; in every other block of steps the server is stopped (SIGSTOP). The figure is
-the median over neighbouring blocks, as in `keep_rows_cost.py`. Beside it stand the CPU seconds a step of all
-processes of the run, and the share of a core that the server takes while it answers.
+the median over neighbouring blocks, as in `keep_rows_cost.py`. Beside it stand the trainer's own CPU seconds a step,
+which do not depend on how programs share the cores, and the share of a core that the server takes while it answers.
 
 Results go to benchmarks/results/viewer-<hardware>-<date>.json, one row per goal, or to the folder named by `--out`.
 """
@@ -36,7 +37,7 @@ import psutil
 
 from hardware import cpu_name
 from keep_rows_cost import compared, paired
-from step_problem import Row, cpu_seconds, save
+from step_problem import Row, save
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper
 from understudy.observability.rundir import RunDir
 
@@ -220,7 +221,7 @@ def timed(seconds: list[float], client: httpx.Client, path: str, **asked: Any) -
     return reply
 
 
-BLOCK, WARM = 4, 1
+BLOCK, WARM = 6, 1
 ASKED = ("runs", "keys", "advisories", "held-out", "rows")
 CURVES = (
     "actor/loss",
@@ -237,8 +238,9 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
     stopped. The page asks every two seconds, as an open one does."""
     steps = BLOCK * blocks
     words = ["quickstart", "--quiet", f"trainer.steps={steps}", "trainer.eval_every=0", f"run.dir={folder}"]
+    cpu_file, recording = folder.with_suffix(".cpu.json"), Path(__file__).with_name("keep_rows_cost.py")
     trainer = subprocess.Popen(
-        [sys.executable, "-m", "understudy.cli.main", *words],
+        [sys.executable, str(recording), "0", str(cpu_file), *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -246,8 +248,7 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
     while not metrics.exists():
         time.sleep(0.2)
     process, address = serve(folder)
-    asked, watched, server = 0, psutil.Process(trainer.pid), psutil.Process(process.pid)
-    spent: dict[int, float] = {}
+    asked, server = 0, psutil.Process(process.pid)
     answering = [0.0, 0.0]
     """Seconds in which the server ran, and its CPU seconds."""
     last = (time.monotonic(), sum(server.cpu_times()[:2]))
@@ -256,8 +257,6 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
             running, due = True, 0.0
             while trainer.poll() is None:
                 step = metrics.read_bytes().count(b"\n")  # the first line is the evaluation of step 0
-                if step not in spent:
-                    spent[step] = cpu_seconds(watched)
                 now = (time.monotonic(), sum(server.cpu_times()[:2]))
                 if running and step > 2 * BLOCK:
                     answering = [answering[0] + now[0] - last[0], answering[1] + now[1] - last[1]]
@@ -279,10 +278,11 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
         process.wait()
     lines = map(json.loads, metrics.read_text().splitlines())
     seconds = {line["step"]: line["time/step"] for line in lines if "time/step" in line}
-    cpu = {step: spent[step + 1] - spent[step] for step in spent if step + 1 in spent}
+    # From one update to the next: most of it belongs to the later step, which the rollouts were for.
+    cpu = {int(step) + 1: spent for step, spent in json.loads(cpu_file.read_text()).items()}
     return [
         *compared("trainer with a page open", paired(seconds, BLOCK, skip=WARM), 0.01),
-        *compared("CPU of all processes of the run, a page open", paired(cpu, BLOCK, skip=WARM), 0.01),
+        *compared("a step's CPU with a page open, trainer's process", paired(cpu, BLOCK, skip=WARM), 0.01),
         Row("the server while it answers a page", round(answering[1] / answering[0], 4), "of a core"),
         Row("median step of that trainer", round(statistics.median(seconds.values()), 4), "s"),
         Row("refreshes of the page", asked, "times"),
@@ -294,28 +294,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--no-trainer", action="store_true")
-    parser.add_argument("--blocks", type=int, default=80, help="blocks of 4 steps of the training run")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--no-trainer", action="store_true", help="without the training run")
+    part.add_argument("--only-trainer", action="store_true", help="the training run alone")
+    parser.add_argument(
+        "--blocks", type=int, default=140, help=f"blocks of {BLOCK} steps of the training run"
+    )
     parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        make_run(Path(place) / "run", options.rows)
-        found = measure(Path(place) / "run")
-        for name, value in found.items():
-            print(
-                f"{name:<34} {value:,.3f}" if isinstance(value, float) else f"{name:<34} {value:,}",
-                flush=True,
-            )
-        paint = next(name for name in found if "first paint" in name)
-        rows = [
-            goal(f"{found['rows']:,} rows: {paint}", found[paint], "s", 1.0),
-            Row("until the curves are drawn", round(found["curves"], 3), "s"),
-            goal("any row, the slowest of 30", max(found["row, most"], found["tokens, most"]), "s", 0.2),
-            goal("memory of the server, at most", found["memory MB"], "MB", 300.0),
-            Row("a page of rows, the slowest of 30", round(found["page of rows, most"], 4), "s"),
-            Row("search in all texts, the slowest of 3", round(found["search, most"], 3), "s"),
-            Row("timeline, the slowest of 30", round(found["timeline, most"], 4), "s"),
-        ]
+        rows = [] if options.only_trainer else page_speed(Path(place) / "run", options.rows)
         if not options.no_trainer:
             rows += trainer_cost(Path(place) / "trained", options.blocks)
         rows.append(Row("load average of the machine, 5 minutes", round(os.getloadavg()[1], 2), "processes"))
@@ -324,7 +312,25 @@ def main() -> None:
                 f"{row.name:<50} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}",
                 flush=True,
             )
-    save("viewer", cpu_name(), rows, options.out)
+    # Under another name: the speed page shows the newest file of all goals.
+    save("viewer_trainer" if options.only_trainer else "viewer", cpu_name(), rows, options.out)
+
+
+def page_speed(run: Path, rows: int) -> list[Row]:
+    make_run(run, rows)
+    found = measure(run)
+    for name, value in found.items():
+        print(f"{name:<34} {value:,.3f}" if isinstance(value, float) else f"{name:<34} {value:,}", flush=True)
+    paint = next(name for name in found if "first paint" in name)
+    return [
+        goal(f"{found['rows']:,} rows: {paint}", found[paint], "s", 1.0),
+        Row("until the curves are drawn", round(found["curves"], 3), "s"),
+        goal("any row, the slowest of 30", max(found["row, most"], found["tokens, most"]), "s", 0.2),
+        goal("memory of the server, at most", found["memory MB"], "MB", 300.0),
+        Row("a page of rows, the slowest of 30", round(found["page of rows, most"], 4), "s"),
+        Row("search in all texts, the slowest of 3", round(found["search, most"], 3), "s"),
+        Row("timeline, the slowest of 30", round(found["timeline, most"], 4), "s"),
+    ]
 
 
 def goal(name: str, value: float, unit: str, most: float) -> Row:
