@@ -114,7 +114,7 @@ def test_on_ray_it_sits_in_a_bundle_of_its_pool() -> None:
 
 
 def test_plan_draws_it_with_its_pool_and_its_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     words = ["loss.task_coef=1.0", "loss.advantage=gae", "run.threads=1", "cluster.backend=ray"]
@@ -123,7 +123,7 @@ def test_plan_draws_it_with_its_pool_and_its_memory(
         "cluster.pools.values.cpus_per_node=2",
         "cluster.roles.critic=values",
     ]
-    assert main(["plan", str(QUICKSTART), *words, *pool]) == 0
+    assert main(["plan", *quickstart, *words, *pool]) == 0
     drawn = capsys.readouterr().out
     assert "node 0 │ 0 critic/0 │ 1 free │" in drawn
     assert "on Ray, pool values: 1 × (2 CPU) on machines of their own" in drawn

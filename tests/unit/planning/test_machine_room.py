@@ -11,8 +11,6 @@ from understudy.errors import ClusterError, ConfigError
 from understudy.planning.ray_seating import beside_the_trainer
 from understudy.planning.seating import STUDENT, seat
 
-QUICKSTART = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recipe.toml"
-
 
 def recipe(teacher: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     table = {
@@ -121,10 +119,10 @@ def test_a_gpu_in_a_pool_without_any_is_refused_and_not_a_cpu_instead(
 
 
 def test_plan_and_train_refuse_and_write_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [str(QUICKSTART), "student.device=cuda", f"run.dir={tmp_path / 'never'}"]
+    words = [*quickstart, "student.device=cuda", f"run.dir={tmp_path / 'never'}"]
     for command in ("plan", "train"):
         assert main([command, *words]) == 2
         told = capsys.readouterr().err

@@ -98,9 +98,9 @@ def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_plan_shows_what_lies_on_the_host(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     words = ["trainer.offload_optimizer=true", "--gpus", "5"]
-    assert main(["plan", str(ASSETS / "recipe.toml"), *words]) == 0
+    assert main(["plan", *quickstart, *words]) == 0
     assert "GiB of the host" in capsys.readouterr().out

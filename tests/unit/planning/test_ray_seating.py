@@ -1,7 +1,5 @@
 """A recipe's roles on a cluster's machines."""
 
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from understudy.planning.ray_seating import beside_the_trainer, gpus_outside_ray
 from understudy.planning.seating import ROLLOUT, seat
 
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
-QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 WITH_GPUS = [NodeFacts("a", Bundle(8, 4), Bundle(8, 4), True)]
 
 
@@ -205,7 +202,7 @@ def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
 
 
 def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "cluster.backend=ray",
@@ -218,7 +215,7 @@ def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
         "run.threads=1",
         "dataplane.backend=transfer_queue",
     ]
-    assert main(["plan", str(QUICKSTART), *words]) == 0
+    assert main(["plan", *quickstart, *words]) == 0
     drawn = capsys.readouterr().out
     assert "pool write: 2 nodes × 2 CPUs" in drawn
     assert "node 0 │ 0 rollout/0 │ 1 rollout/1 │" in drawn and "node 1 │ 0 rollout/2 │ 1 workers/0 │" in drawn

@@ -131,12 +131,15 @@ def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() 
     assert ROLLOUT not in seat(on_cpus, 4).claims
 
 
-def test_the_plan_draws_it_and_says_what_is_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(SEED), "--gpus", "4"]) == 0
+def test_the_plan_draws_it_and_says_what_is_shared(
+    quickstart: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = quickstart[1]
+    assert main(["plan", str(SEED), rows, "--gpus", "4"]) == 0
     said = capsys.readouterr().out
     assert "0 student/0 │ 1 student/1 │ 2 rollout/0 │ 3 teacher-add/0 + teacher-sort/0 │" in said
     assert "GPU 3: teacher-add/0 + teacher-sort/0. For GPUs of their own" in said
-    assert main(["plan", str(SEED), "--gpus", "5"]) == 0
+    assert main(["plan", str(SEED), rows, "--gpus", "5"]) == 0
     said = capsys.readouterr().out
     assert "3 teacher-add/0 │ 4 teacher-sort/0 │" in said and "shared" not in said
 

@@ -17,15 +17,6 @@ DECODE, SCORE, UPDATE, OPTIMIZER, PUBLISH = 0.05, 0.24, 0.8, 0.02, 0.04
 """Seconds: of a decode step; of scoring a batch on two teachers; of forward and backward; of the rest of an update."""
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The quickstart's recipe with few rows. All 10,000 would take a second of CPU time to check before each answer."""
-    few = tmp_path_factory.mktemp("rows") / "train.jsonl"
-    lines = (QUICKSTART.parent / "data" / "train.jsonl").read_text().splitlines(keepends=True)
-    few.write_text("".join(lines[:640]))
-    return [str(QUICKSTART), f"data.train={few}"]
-
-
 def write_run(folder: Path, decode: float = DECODE, max_batch: int = ROWS) -> Path:
     """A sync run in which every step is the same."""
     folder.mkdir()
