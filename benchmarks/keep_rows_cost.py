@@ -1,17 +1,18 @@
-"""What `run.keep_rows` costs a step: one run that keeps rows in every other block of steps.
+"""What `run.keep_rows` costs a step: one run that keeps rows in one of every two blocks of steps.
 
     python benchmarks/step_cpu.py --keep-rows        on a CPU
     python benchmarks/step.py --keep-rows            on a GPU
 
-Blocks alternate within one process, so that a drift of the machine hits both kinds alike. Rows are written while
+Both kinds of blocks are in one process, so that a drift of the machine hits them alike. Which block of a pair keeps
+rows is drawn at random: in a fixed order, work that comes every few steps would fall on one kind alone. Rows are written while
 the next step is produced, so of the seconds the first step of each block is not counted. The figure is the median, over
 neighbouring blocks, of mean seconds a step with rows kept over without, minus one; the interval is the 95 %
 interval of that median over 2000 resamples of the pairs. A goal is met or missed if the whole interval lies on
 one side of it, else open. Beside the seconds stand the trainer's CPU seconds, from one update to the next:
 they say more where other programs use the machine.
 
-As a script: `keep_rows_cost.py BLOCK CPU.json train RECIPE …` is `understudy train RECIPE …` with rows kept in odd
-blocks of BLOCK steps; CPU.json gets the CPU seconds of each step. With BLOCK 0 rows are kept as the recipe says.
+As a script: `keep_rows_cost.py BLOCK CPU.json train RECIPE …` is `understudy train RECIPE …` with rows kept in some
+blocks of BLOCK steps (`is_on`); CPU.json gets the CPU seconds of each step. With BLOCK 0 rows are kept as the recipe says.
 """
 
 from __future__ import annotations
@@ -84,16 +85,22 @@ def compared(name: str, found: tuple[float, float, float], goal: float) -> list[
     ]
 
 
+def is_on(step: int, block: int) -> bool:
+    """Whether what is measured is switched on in this step: in one of each two neighbouring blocks."""
+    pair, place = divmod((step - 1) // block, 2)
+    return place == random.Random(pair).randrange(2)
+
+
 def paired(seconds: Mapping[int, float], block: int, skip: int) -> tuple[float, float, float]:
-    """(median, low, high) of the extra share of odd blocks over their even neighbours. `skip`: steps at the
-    start of a block that do not count. The first two blocks warm up."""
-    blocks: dict[int, list[float]] = {}
+    """(median, low, high) of the extra share of blocks that are on (`is_on`) over their neighbours. `skip`: steps at
+    the start of a block that do not count. The first pair of blocks warms up."""
+    pairs: dict[int, dict[bool, list[float]]] = {}
     for step, one in seconds.items():
         if (step - 1) % block >= skip:
-            blocks.setdefault((step - 1) // block, []).append(one)
-    means = [mean(blocks[n]) for n in sorted(blocks) if n >= 2]
-    pairs = [(means[n], means[n + 1]) for n in range(0, len(means) - 1, 2)]
-    return _interval([odd / even - 1 for even, odd in pairs])
+            pair = pairs.setdefault((step - 1) // (2 * block), {})
+            pair.setdefault(is_on(step, block), []).append(one)
+    whole = [pair for n, pair in sorted(pairs.items()) if n >= 1 and len(pair) == 2]
+    return _interval([mean(pair[True]) / mean(pair[False]) - 1 for pair in whole])
 
 
 def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -109,14 +116,14 @@ def main() -> None:
     block, whole = int(sys.argv[1]), sync.update_and_keep
     begun: dict[int, float] = {}
 
-    async def in_odd_blocks(system: Any, lease: Any, batch: Any, step: int) -> Any:
+    async def in_some_blocks(system: Any, lease: Any, batch: Any, step: int) -> Any:
         begun[step] = time.process_time()
-        if block and (step - 1) // block % 2 == 0:
+        if block and not is_on(step, block):
             settings = replace(system.producer.settings, keep_rows=0)
             system = replace(system, producer=replace(system.producer, settings=settings))
         return await whole(system, lease, batch, step)
 
-    sync.update_and_keep = in_odd_blocks
+    sync.update_and_keep = in_some_blocks
     place = Path(sys.argv[2])
     sys.argv[1:] = sys.argv[3:]
     try:

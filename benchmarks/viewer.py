@@ -6,8 +6,8 @@
 
 First paint is taken with a browser where Playwright and chromium are found, otherwise as the time of all the
 requests that the first paint needs. For the trainer's cost a quickstart trains while the server of that run
-answers what an open page asks; in every other block of steps the server is stopped (SIGSTOP). The figure is
-the median over neighbouring blocks, as in `keep_rows_cost.py`. Beside it stand the trainer's own CPU seconds a step,
+answers what an open page asks; in one of every two blocks of steps the server is stopped (SIGSTOP). The figure is
+the median over pairs of blocks, as in `keep_rows_cost.py`. Beside it stand the trainer's own CPU seconds a step,
 which do not depend on how programs share the cores, and the share of a core that the server takes while it answers.
 
 Results go to benchmarks/results/viewer-<hardware>-<date>.json, one row per goal, or to the folder named by `--out`.
@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 
 from hardware import cpu_name
-from keep_rows_cost import compared, paired
+from keep_rows_cost import compared, is_on, paired
 from step_problem import Row, save
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper
 from understudy.observability.rundir import RunDir
@@ -234,7 +234,7 @@ CURVES = (
 
 
 def trainer_cost(folder: Path, blocks: int) -> list[Row]:
-    """A quickstart of `blocks` blocks of steps; in odd ones the server of its page answers, in even ones it is
+    """A quickstart of `blocks` blocks of steps; in some the server of its page answers (`is_on`), in the others it is
     stopped. The page asks every two seconds, as an open one does."""
     steps = BLOCK * blocks
     words = ["quickstart", "--quiet", f"trainer.steps={steps}", "trainer.eval_every=0", f"run.dir={folder}"]
@@ -261,7 +261,7 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
                 if running and step > 2 * BLOCK:
                     answering = [answering[0] + now[0] - last[0], answering[1] + now[1] - last[1]]
                 last = now
-                wanted = (step - 1) // BLOCK % 2 == 1
+                wanted = is_on(max(step, 1), BLOCK)
                 if wanted != running:
                     process.send_signal(signal.SIGCONT if wanted else signal.SIGSTOP)
                     running = wanted
