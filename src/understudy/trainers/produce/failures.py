@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError
 
@@ -58,4 +59,6 @@ class PausedClock:
 
     def __exit__(self, *raised: object) -> None:
         if self._left is not None:
-            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
+            # A worker's generation is a task of its own and may end after its session, whose clock is then over.
+            with suppress(RuntimeError):
+                self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
