@@ -6,6 +6,7 @@ Commands import what they need when they run, so `understudy check` never import
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import os
 import sys
@@ -50,6 +51,8 @@ _COMMANDS = {
 
 def program() -> int:
     """The entry point: runs `main`, then ends the process even if a thread still hangs."""
+    if sys.stderr is not None:
+        faulthandler.enable(file=2)  # a crash in native code writes the Python stacks to stderr
     survive_closed_terminal()
     code = main()
     from understudy.run.entry import leave_soon

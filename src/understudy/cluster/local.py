@@ -28,6 +28,10 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _LAST_WORDS = 12
 _LAST_WORDS_BYTES = 1 << 16
+_STACKS = "Fatal Python error: "
+_END_OF_STACKS = ("Extension modules: ", "  File ")
+"""How the output of Python's faulthandler begins, and how its last line does (`serving/process.py`)."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 SUPERVISOR_GONE = "(its supervisor is gone"
 """How the log of a remote process ends when its machine or its supervisor is lost."""
 
@@ -60,7 +64,11 @@ class Child:
         if code < 0 and self.remote and words.startswith(SUPERVISOR_GONE):
             return f"{who} went with its machine {words}; log: {self.log}"
         if code < 0:
-            return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by a user or another process); log: {self.log}"
+            number = signal.Signals(-code)
+            why = "out of memory, or by a user or another process"
+            if number in _CRASHES:
+                why = "a crash in native code; the log has its stack"
+            return f"{who} was killed by {number.name} ({why}); log: {self.log}"
         return f"{words} ({who} ended with code {code}; log: {self.log})"
 
 
@@ -221,8 +229,13 @@ def _signal(child: Child, number: signal.Signals) -> None:
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The child's own error: its last log lines from byte `start` on."""
-    return "\n".join(_last_lines(log, start)[-_LAST_WORDS:]) or "(it said nothing)"
+    """The child's own error: its last log lines from byte `start` on. If they are the stacks of a crash in native
+    code, their beginning, where the thread is that crashed."""
+    lines = _last_lines(log, start)
+    first = len(lines) - _LAST_WORDS
+    if lines and lines[-1].startswith(_END_OF_STACKS):
+        first = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=first)
+    return "\n".join(lines[max(first, 0) :][:_LAST_WORDS]) or "(it said nothing)"
 
 
 def _last_lines(log: Path, start: int) -> list[str]:

@@ -9,6 +9,7 @@
 | 2 | an `UnderstudyError` or a full GPU; the last line of the log says which |
 | 3 `LAUNCHER_GONE` | the launcher has died |
 | 4 `LOST_PEER` | another process of its group is gone |
+| −11 and other signals | a crash in native code leaves the Python stacks in the log |
 
 `understudy.cluster.local` is the launcher's side.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -93,6 +95,7 @@ def process_main(
     """Runs `body` and returns the exit code. The process exits at once if its launcher dies, unless `body`
     watches `--watch-fd` itself."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    faulthandler.enable(file=2)  # a crash in native code writes the Python stacks to the log
     logging.getLogger("httpx").setLevel(logging.WARNING)  # huggingface_hub's requests
     if args.watch_fd is not None and not watches_launcher:
         end_with_launcher(args.watch_fd, before_orphaned_exit)

@@ -1,6 +1,7 @@
 """What a run says before it begins, and of a process that is gone."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import understudy
-from understudy.cluster.local import Child
+from understudy.cluster.local import Child, LocalProcesses
 from understudy.errors import UnderstudyError
 
 
@@ -25,6 +26,39 @@ def test_a_lost_process_is_told_with_its_log_or_without(
     process.wait()
     words = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
     assert words == f"{told} (rank 1 of 2 ended with code 3; log: {log})"
+
+
+CRASHING = """
+import ctypes, logging, sys, threading
+from understudy.serving.process import process_arguments, process_main
+
+def body(process):
+    logging.info("a line of its own")
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    ctypes.string_at(0)
+
+sys.exit(process_main(body, process_arguments("crashing", None, serves=False).parse_args()))
+"""
+
+
+def test_a_crash_in_native_code_leaves_its_stack(tmp_path: Path) -> None:
+    log = tmp_path / "rank-1.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen([sys.executable, "-c", CRASHING], stdout=sink, stderr=sink)
+    process.wait()
+    assert process.returncode == -signal.SIGSEGV
+    told = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
+    assert (
+        told
+        == f"rank 1 of 2 was killed by SIGSEGV (a crash in native code; the log has its stack); log: {log}"
+    )
+    processes = LocalProcesses(tmp_path)
+    words = processes.last_words("rank-1").splitlines()
+    with log.open("a") as sink:
+        sink.write("error: of its next start\n")
+    assert processes.last_words("rank-1").endswith("error: of its next start")
+    asyncio.run(processes.close())
+    assert words[0] == "Fatal Python error: Segmentation fault" and any("in body" in line for line in words)
 
 
 def test_inside_a_running_loop_problems_are_told_as_anywhere() -> None:
