@@ -3,7 +3,7 @@
     python benchmarks/teachers/bits.py MODEL TEXT.jsonl                        int8 beside float32 on a CPU
     python benchmarks/teachers/bits.py MODEL TEXT.jsonl --device cuda --dtype bfloat16 --bits fp8 int8
 
-TEXT.jsonl: rows with `question` and `answer`, whose text is scored. Both teachers score the same request through the
+TEXT.jsonl: rows with `question` and `answer`. Their text, one after the other, is cut into rows of `--length` tokens. Both teachers score the same request through the
 replica's scorer; they take turns, and the median of the rounds counts. Distances are over the whole vocabulary.
 """
 
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoTokenizer
 
 from understudy.teacher.protocol import request_of
+from understudy.teacher.replica.assemble import CPU_CHUNK_MIB, CUDA_CHUNK_MIB
 from understudy.teacher.scoring.model import FrozenModel, load_frozen
 from understudy.teacher.scoring.quantize import Bits, quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
@@ -41,14 +42,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row at most")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder of the result file")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    lines = [json.loads(line) for line in options.text.read_text().splitlines()[: options.rows]]
-    texts = [f"{one['question']}\n{one['answer']}" for one in lines]
-    tokens = [np.array(tokenizer(text)["input_ids"][: options.length], np.int32) for text in texts]
+    lines = [json.loads(line) for line in options.text.read_text().splitlines()]
+    text = "\n\n".join(f"{one['question']}\n{one['answer']}" for one in lines)
+    stream = np.array(tokenizer(text)["input_ids"], np.int32)
+    # Rows of one length, so that all forwards of a request are full: a last one of a few rows costs as much as a whole one.
+    tokens = [
+        stream[at : at + options.length] for at in range(0, len(stream) - options.length + 1, options.length)
+    ][: options.rows]
     where = torch.cuda.get_device_name().replace(" ", "-").lower() if options.device != "cpu" else cpu_name()
     rows: list[Row] = []
     for bits in options.bits:
@@ -76,7 +81,9 @@ def compared(bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace) 
     ]
     request, count = request_of(items), sum(len(row) for row in tokens)
     # A replica on a GPU compiles its layers: the conversion to eight bits is then part of the kernel before it.
-    settings = ScorerOptions(compile_layers=options.device != "cpu")
+    on_gpu = options.device != "cpu"
+    chunk = (CUDA_CHUNK_MIB if on_gpu else CPU_CHUNK_MIB) << 20
+    settings = ScorerOptions(compile_layers=on_gpu, chunk_bytes=chunk)
     scorers = [Scorer("full", full, settings), Scorer("bits", small, settings)]
     for scorer in scorers:
         scorer.warm_up()

@@ -36,6 +36,8 @@ class Section:
 
 SECTIONS = (
     Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
+    Section("An update of the student on a GPU", "update-nvidia", "python benchmarks/one_gpu/update_profile.py", besides="of an update"),
+    Section("Rows of 32,000 tokens on one GPU", "long_context-nvidia", "python benchmarks/one_gpu/long_context.py TEACHER STUDENT TRAIN.jsonl", besides="of a step"),
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
     Section("The start and the end of the quickstart", "start", "python benchmarks/start.py"),
     Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 2 1 --kv-cache model fp8"),
