@@ -35,6 +35,13 @@ NO_THREAD = "can't start new thread"
 """In Python's error on a machine without memory, or without room for another process."""
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this machine, not a GPU, had no memory: told by Python, by torch's allocator, or as a thread that could not
+    be started."""
+    told = ("DefaultCPUAllocator", "can't allocate memory", NO_THREAD)
+    return isinstance(error, MemoryError) or any(said in str(error) for said in told)
+
+
 class UnderstudyError(Exception):
     """Base of all errors that Understudy explains to the user."""
 

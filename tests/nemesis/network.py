@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from small_runs import ASSETS
 
 TOKEN = "of the nemesis"
-_DELAY_SECONDS = 0.3
+_DELAY_SECONDS = 0.6
 
 
 @functools.cache

@@ -14,7 +14,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     """One line per schedule. Until 2026-11-18 `only` held the mode that was asked for, and there was no `asked_mode`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [
-        line if "asked_mode" in line else {**line, "asked_mode": line["only"], "only": ""} for line in lines
+        line if "asked_mode" in line else {**line, "asked_mode": line.get("only"), "only": ""}
+        for line in lines
     ]
 
 

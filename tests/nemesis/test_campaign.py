@@ -52,7 +52,11 @@ def test_lines_of_older_files_are_read(tmp_path: Path) -> None:
             for seed, mode in ((3, None), (7, "async 1"))
         )
     )
-    assert [identity(line) for line in read_results(file)] == [(3, None, ""), (7, "async 1", "")]
+    with file.open("a") as lines:
+        lines.write(json.dumps({"seed": 9, "mode": "async 1", **FINE}) + "\n")  # of the first campaign
+    assert [identity(line) for line in read_results(file)] == [
+        (3, None, ""), (7, "async 1", ""), (9, None, ""),
+    ]  # fmt: skip
 
 
 def test_a_summary_counts_faults_modes_violations_and_errors() -> None:

@@ -281,7 +281,7 @@ def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
 
     def ask() -> float:
         place = urlsplit(proxy.url)
-        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=1.0)
+        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=2.0)
         started = time.monotonic()
         try:
             connection.request("GET", "/")

@@ -1,6 +1,6 @@
 """Bugs planted in a copy of the package: the nemesis finds each within `SEEDS` seeds. Those of pure parts are in `simulation/`.
 
-A bug of `NEEDING` shows only under one kind of fault; its seeds draw one or two faults of that kind alone, up to six of the network.
+A bug of `NEEDING` shows only under one kind of fault; its seeds draw one or two faults of that kind alone, three to six of some kinds.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ BUGS = {
 }  # fmt: skip
 
 EXTERNAL, POOL = "external teacher", "teacher/pool/pool.py"
+CHECKPOINT, LOCAL = "policy/checkpoints/checkpoint.py", "cluster/local.py"
+RANKS, MONITOR = "policy/ranks/follow.py", "serving/supervisor.py"
+LATE = (
+    (POOL, "return growth * (self.options.deadline_base + work)", "return 1.0"),
+    (POOL, "return Failure.TIMEOUT if", "return Failure.SERVER if"),
+)
 NEEDING = {
     "a damaged body is taken": one(
         "proxy between processes", "serving/checksum.py",
@@ -53,14 +59,8 @@ NEEDING = {
         EXTERNAL, POOL, "if attempts.bad >= self.options.max_bad_attempts:",
         "if failure is Failure.CONNECTION or attempts.bad >= self.options.max_bad_attempts:", "reset",
     ),
-    "a request waits for a second, and fails if it is late": Bug(
-        EXTERNAL,
-        (
-            (POOL, "return growth * (self.options.deadline_base + work)", "return 1.0"),
-            (POOL, "return Failure.TIMEOUT if", "return Failure.SERVER if"),
-        ),
-        "partition",
-    ),
+    "a request waits for a second, and fails if it is late": Bug(EXTERNAL, LATE, "partition"),
+    "a request waits for a second, and fails if the network is slow": Bug(EXTERNAL, LATE, "delay"),
     "a request to a replica that is frozen beyond its deadline fails": one(
         "sync full", POOL, "if attempts.bad >= self.options.max_bad_attempts:",
         "if failure is Failure.TIMEOUT or attempts.bad >= self.options.max_bad_attempts:", "freeze replica",
@@ -75,6 +75,54 @@ NEEDING = {
     "a killed replica leaves its pictures": one(
         "pictures", "teacher/replica/media.py", "OwnedFolder(REPLICA_FOLDER, None)", 'OwnedFolder("understudy-seen-", None, tidy=False)', "kill replica",
     ),
+    "a checkpoint is loaded although its digest differs": one(
+        "sync full", CHECKPOINT, 'if sha256_of(file) != expected["sha256"]:', "if False:", "corrupt",
+    ),
+    "the start of a process is timed by the wall clock": Bug(
+        "sync full",
+        (
+            (LOCAL, "deadline = time.monotonic() + self._start_timeout\n        while not ready_file", "deadline = time.time() + self._start_timeout\n        while not ready_file"),
+            (LOCAL, "if time.monotonic() > deadline:\n                raise ClusterError(", "if time.time() > deadline:\n                raise ClusterError("),
+        ),
+        "clock",
+    ),
+    "rows that find no room in the journal are taken as written": one(
+        "sync full", "dataplane/journal/writer.py",
+        'self.failure = self.failed("written", error)\n            raise self.failure from error', "return", "full journal",
+    ),
+    "a step that cannot be flushed is passed over": Bug(
+        "sync full",
+        (
+            ("trainers/checkpoints.py", "except OSError as error:\n            raise CheckpointError(", "except OSError as error:\n            return\n            raise CheckpointError("),
+            (CHECKPOINT, "self.recover()\n            raise CheckpointError(", "self.recover()\n            return final\n            raise CheckpointError("),
+        ),
+        "failing fsync",
+    ),
+    "a flush has half a second": one(
+        "sync full", "dataplane/embedded.py", "await self._store.journal.run(lambda connection: writer.flush())",
+        "await __import__('asyncio').wait_for(self._store.journal.run(lambda connection: writer.flush()), 0.5)", "slow fsync",
+    ),
+    "half a line of metrics ends a resume": one(
+        "sync full", "observability/metrics.py", "except json.JSONDecodeError:\n            continue", "except json.JSONDecodeError:\n            raise", "tear",
+    ),
+    "the file of dead letters is not written anew": one(
+        "several outputs", "dataplane/dead_letters.py", "fresh.replace(self._file)", "fresh.unlink()", "tear",
+    ),
+    "a lost rank is not noticed (its three checks taken out)": Bug(
+        "ranks",
+        (
+            (MONITOR, "if not one.process.alive]", "if False]"),
+            (MONITOR, "self._loss = self._silent()", "self._loss = None"),
+            (RANKS, "if cause is None and broke and", "if False and"),
+        ),
+        "kill rank",
+    ),
+    "a dead fork server is waited for": one(
+        "epochs", LOCAL, "if found.over or time.monotonic() > deadline:", "if time.monotonic() > deadline:", "kill fork server",
+    ),
+    "a lack of memory is told as unexpected": one(
+        "sync full", "errors.py", "return isinstance(error, MemoryError) or any(", "return False and any(", "no memory",
+    ),
 }  # fmt: skip
 
 
@@ -84,7 +132,7 @@ def test_the_nemesis_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     bug, out = {**BUGS, **NEEDING}[name], str(tmp_path / "out.jsonl")
     words = [
         str(CAMPAIGN), "--mode", bug.finder, "--seeds", f"0:{SEEDS}", "--only", bug.only, "--out", out, "--first", "--shrink", "0",
-        "--most", "2" if bug.only and bug.only not in NETWORK else "6",
+        "--most", "6" if not bug.only or bug.only in (*NETWORK, "corrupt", "clock", "full journal") else "2",
     ]  # fmt: skip
     seeds = seeds_until_found(words, bug, tmp_path)
     assert 1 <= seeds <= SEEDS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from understudy import __version__
 from understudy.cli.parser import Parser
 from understudy.cli.terminal import survive_closed_terminal
-from understudy.errors import ConfigError, UnderstudyError
+from understudy.errors import ConfigError, UnderstudyError, lacks_memory
 from understudy.trainers.early_interrupt import raise_if_interrupted, remembered
 
 if TYPE_CHECKING:
@@ -90,14 +90,14 @@ def _run(words: list[str]) -> int:
         # The reader of our output (`| head`) has closed it, which is no error.
         sys.stderr.close()
         return 0
-    except MemoryError:
-        # Not by rich, whose import needs memory.
-        os.write(
-            2,
-            b"error: out of memory on this machine; stop other programs, then give the same command or resume\n",
-        )
-        return 2
     except Exception as error:
+        if lacks_memory(error):
+            # Not by rich, whose import needs memory.
+            os.write(
+                2,
+                b"error: out of memory on this machine; stop other programs, then give the same command or resume\n",
+            )
+            return 2
         raise_if_interrupted()  # an import may have made an ImportError of it
         if options.debug:
             raise

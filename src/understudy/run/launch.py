@@ -23,12 +23,12 @@ from understudy.config.checks.capacity import capacity_notes
 from understudy.config.recipe import Overrides
 from understudy.dataplane.dead_letters import count_letters
 from understudy.errors import (
-    NO_THREAD,
     ConfigError,
     PolicyError,
     RankLost,
     RunDirectoryError,
     UnderstudyError,
+    lacks_memory,
 )
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
@@ -74,9 +74,7 @@ def explained(error: BaseException, recipe: Recipe) -> BaseException:
     """The error, or for known causes an error that names the recipe keys to change."""
     if is_full_memory(error):
         return _full_memory(error, recipe)
-    if isinstance(error, MemoryError) or any(
-        said in str(error) for said in ("can't allocate memory", NO_THREAD)
-    ):
+    if lacks_memory(error):
         return _no_host_memory(recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
         return _not_repeatable(error)
