@@ -13,6 +13,9 @@ from understudy.cli import main as cli
         MemoryError(),
         RuntimeError("can't start new thread"),
         RuntimeError(
+            "unable to mmap 1461472 bytes from file <model.safetensors>: Cannot allocate memory (12)"
+        ),
+        RuntimeError(
             "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to allocate 1536 bytes."
         ),
     ],
