@@ -1,7 +1,7 @@
-"""Output to a terminal that may be closed.
+"""Output to a terminal that may be closed, and messages to a file on a disk that may be full.
 
 After a terminal is closed, output is discarded, and the command continues to its end, or to the stop that
-SIGHUP asks for.
+SIGHUP asks for. A message on stderr that finds no room changes neither the command nor its exit code.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def survive_closed_terminal() -> None:
-    """From now on the command survives the closing of its terminal."""
+    """From now on the command survives the closing of its terminal, and a full disk under its stderr."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is not None:
-            setattr(sys, name, cast(TextIO, ClosableTerminal(getattr(sys, name))))
+            terminal = ClosableTerminal(getattr(sys, name), needs_room=name == "stdout")
+            setattr(sys, name, cast(TextIO, terminal))
 
 
 class ClosableTerminal:
-    """A text stream that discards what is written once its terminal is closed, instead of raising EIO."""
+    """A text stream that discards what is written once its terminal is closed, instead of raising EIO.
 
-    def __init__(self, stream: TextIO) -> None:
+    Without `needs_room`, writes to a full disk do not raise either; the stream tries them again with the next."""
+
+    def __init__(self, stream: TextIO, *, needs_room: bool = True) -> None:
         self._stream = stream
+        self._needs_room = needs_room
 
     def write(self, text: str) -> int:
         try:
@@ -42,6 +48,8 @@ class ClosableTerminal:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
+        if error.errno in _NO_ROOM and not self._needs_room:
+            return
         if error.errno != errno.EIO:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -5,14 +5,17 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from small_runs import run_cli, write_toml
+from small_runs import run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
 from understudy.policy.checkpoints.checkpoint import CheckpointStore, verify
 
@@ -76,3 +79,24 @@ def test_a_run_without_room_names_the_file_and_goes_on_later(recipe: Make, tmp_p
     assert code == 0, output
     report = audit(run)
     assert report.balanced and report.trained == 4 * 16 and report.in_flight == 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_under_rollout_workers_is_told_in_one_line(recipe: Make, tmp_path: Path) -> None:
+    """Generations of the workers' sessions are in flight, and are cancelled."""
+    table = recipe(
+        "crowded", rollout__workers=2, rollout__max_batch=4, trainer__batch_size=32, trainer__steps=5000
+    )
+    path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
+    process = start_cli("train", str(path), "--quiet")
+    try:
+        deadline = time.monotonic() + 150
+        while not read_metrics(run / "metrics.jsonl"):
+            assert process.poll() is None and time.monotonic() < deadline, "no step was taken"
+            time.sleep(0.1)
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 2 and "cannot be written" in output, output
+    assert len(output.splitlines()) == 1, output

@@ -2,7 +2,9 @@
 
 import os
 import pty
+import resource
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +86,26 @@ def test_a_closed_terminal_takes_what_it_is_given() -> None:
         assert stream.write("lost\n") == 5
         stream.flush()
     raw.close()
+
+
+def test_an_error_that_finds_no_room_on_the_disk_keeps_its_exit_code(tmp_path: Path) -> None:
+    """As `understudy train recipe.toml 2> FILE` on a full disk. With room again, later messages are written."""
+    command = [sys.executable, "-m", "understudy.cli.main", "check", str(tmp_path / "missing.toml")]
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
+    log = tmp_path / "stderr.log"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with log.open("w", buffering=1) as raw:
+        stream = ClosableTerminal(raw, needs_room=False)
+        stream.write("first\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
+        try:
+            assert stream.write("second\n") == 7
+            stream.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        stream.write("third\n")
+    assert log.read_text() == "first\nsecond\nthird\n"
 
 
 def test_other_troubles_are_told(tmp_path: Path) -> None:
