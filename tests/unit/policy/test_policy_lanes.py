@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from understudy.policy.forward.forward import sampled_logprobs
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.policy import Policy
 from understudy.policy.reference import ReferenceModel
-from understudy.policy.step import StepResult
 from understudy.types.batch import Batch
 
 
@@ -56,36 +54,22 @@ def by_backward(policy: Policy) -> Policy:
     return policy
 
 
-@cache
-def one_after_another(name: str, max_tokens: int) -> tuple[list[list[StepResult]], list[list[torch.Tensor]]]:
-    """Per step the results of both ways without lanes, and the weights of both afterwards."""
-    model, changes = CASES[name]
-    both = (
-        in_turn(Policy(model(), settings(lanes=3, **changes))),
-        by_backward(Policy(model(), settings(**changes))),
-    )
-    results = []
-    for seed in range(3):
-        batch = rows(seed)
-        results.append([p.update(batch, cross_entropy, token_mean(batch), max_tokens) for p in both])
-    return results, [weights_of(policy) for policy in both]
-
-
 @pytest.mark.parametrize("max_tokens", [8192, 150])
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("name", CASES)
 def test_lanes_change_no_bit(name: str, ahead: bool, max_tokens: int) -> None:
     model, changes = CASES[name]
     three = Policy(model(), settings(lanes=3, **changes))
-    expected, weights = one_after_another(name, max_tokens)
+    turn = in_turn(Policy(model(), settings(lanes=3, **changes)))
+    loop = by_backward(Policy(model(), settings(**changes)))
     for seed in range(3):
         batch = rows(seed)
         if ahead:
             three.get_ahead(lambda batch=batch: batch, max_tokens)
-        results = [three.update(batch, cross_entropy, token_mean(batch), max_tokens), *expected[seed]]
+        results = [p.update(batch, cross_entropy, token_mean(batch), max_tokens) for p in (three, turn, loop)]
         assert results[0].micro_batches % 3 == 0
         assert len({(r.loss, r.grad_norm, r.row_losses, r.micro_batches) for r in results}) == 1
-    for own, *others in zip(weights_of(three), *weights, strict=True):
+    for own, *others in zip(*map(weights_of, (three, turn, loop)), strict=True):
         assert all(torch.equal(own, other) for other in others)
 
 
