@@ -253,7 +253,9 @@ def trainer_cost(folder: Path, blocks: int) -> list[Row]:
     """Seconds in which the server ran, and its CPU seconds."""
     last = (time.monotonic(), sum(server.cpu_times()[:2]))
     try:
-        with httpx.Client(base_url=address, timeout=60) as client:
+        # A connection of each request: the server ends kept ones that were idle while it was stopped.
+        unkept = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=address, timeout=60, limits=unkept) as client:
             running, due = True, 0.0
             while trainer.poll() is None:
                 step = metrics.read_bytes().count(b"\n")  # the first line is the evaluation of step 0
