@@ -51,6 +51,7 @@ SECTIONS = (
     Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
     Section("The page on a run of 100,000 rows", "viewer-aarch64", "python benchmarks/viewer.py", besides="of a core|processes"),
+    Section("What an open page costs a trainer, on two cores that nothing else uses", "viewer_trainer", "python benchmarks/viewer.py --only-trainer", besides="of a core|processes"),
     Section("What keeping rows costs a step, on a CPU", "keep_rows-aarch64", "python benchmarks/step_cpu.py --keep-rows"),
     Section("What keeping rows costs a step, on a GPU", "keep_rows-nvidia", "python benchmarks/keep_rows_cost.py 2 cpu.json train recipes/gsm8k/qwen/forward-kl.toml"),
     Section("Eight-bit teachers on a GPU", "teacher_bits-nvidia", "python benchmarks/teachers/bits.py MODEL TEXT.jsonl --device cuda --dtype bfloat16 --bits fp8"),
