@@ -78,3 +78,9 @@ def test_the_bound_is_clopper_and_pearsons() -> None:
     assert upper_bound(0, 1000) == pytest.approx(1 - 0.05 ** (1 / 1000), rel=1e-9)
     assert upper_bound(1, 10) == pytest.approx(0.39416, abs=1e-5)
     assert upper_bound(3, 3) == 1.0
+
+
+def test_result_lines_name_no_folder_of_the_machine() -> None:
+    folder, source = Path("/somewhere/trial"), Path(campaign.__file__).resolve().parents[2] / "src" / "a.py"
+    text = campaign.without_paths(f'error: {folder}/run is not empty; File "{source}", line 1', folder)
+    assert text == 'error: FOLDER/run is not empty; File "src/a.py", line 1'
