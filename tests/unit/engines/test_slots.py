@@ -95,7 +95,7 @@ def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None
     pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
     full, other = torch.tensor([0, 2], device=device), torch.tensor([1], device=device)
     with torch.inference_mode(), a_stream_of_its_own(device):
-        step = pool.step_for(2)
+        step = pool.step_for(2, 8)
         step.place(full, torch.tensor([6, 7], device=device))
         for _ in range(5):
             step.run(torch.tensor([5, 6], device=device))
@@ -143,14 +143,14 @@ def test_graphs_of_an_engine_that_is_gone_do_not_end_a_recording() -> None:
 
         def recorded() -> SlotPool:
             pool = SlotPool(model, slots=3, max_length=8, device=torch.device("cuda"))
-            pool.step_for(2)
+            pool.step_for(2, 8)
             return pool
 
         Cycle(recorded())
         thresholds = gc.get_threshold()
         gc.set_threshold(1, 1, 1)
         try:
-            step = recorded().step_for(2)
+            step = recorded().step_for(2, 8)
         finally:
             gc.set_threshold(*thresholds)
         step.run(torch.tensor([5, 6], device="cuda"))

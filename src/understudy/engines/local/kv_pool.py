@@ -119,6 +119,8 @@ class Places:
     """Tokens in the slot before the step."""
     ends_B: Tensor
     """Tokens in the slot after the step."""
+    parts: int = 1
+    """Into how many parts attention divides a row (`kernels/attention.py`); fixed when a graph is recorded."""
 
 
 class SlotLayer(DynamicLayer):

@@ -5,8 +5,8 @@ prompts.
 
 A row gets a slot when it enters and returns it when it ends. Rows are never copied or padded, so joining
 and leaving is free. A decode step reads each row's true length (`kernels/attention.py`) and runs as a CUDA
-graph, recorded once per batch size. The pool has `max_length` columns per slot and is allocated once, when
-the engine is built.
+graph, recorded once per batch size, and again for long rows if attention divides them. The pool has
+`max_length` columns per slot and is allocated once, when the engine is built.
 """
 
 from __future__ import annotations
@@ -83,7 +83,12 @@ class SlotPool:
         self._cache = Cache(layers=self._layers)
         self._free = list(range(slots))[::-1]
         self._most = slots
-        self._steps: dict[int, _Step] = {}
+        self._heads = int(config.num_key_value_heads)
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+        self._steps: dict[tuple[int, int], _Step] = {}
+        """By rows, and by the parts of a row in attention."""
         self._addresses = self._weight_addresses()
         self._loop = self._fused_loop()
         self._memory: Any = None
@@ -128,15 +133,17 @@ class SlotPool:
         prompts = decode_loop.Prompts(told_3T[0], places, begins, max(lengths), ends_B - 1)
         return self._loop.read(prompts, self._layers)
 
-    def step_for(self, rows: int) -> _Step:
+    def step_for(self, rows: int, longest: int) -> _Step:
         """The recorded step of the smallest size with room for `rows`: powers of two, and the whole pool.
 
-        Fewer than `SMALLEST` rows take as long as `SMALLEST` rows, and each size costs a recording.
+        Fewer than `SMALLEST` rows take as long as `SMALLEST` rows, and each size costs a recording. `longest`:
+        tokens of the longest row; a batch with a long row has a step of its own if attention divides its rows.
         """
         size = min(max(1 << (rows - 1).bit_length(), SMALLEST), self._most)
-        if size not in self._steps:
-            self._steps[size] = _Step(self, size)
-        return self._steps[size]
+        parts = decode_attention.parts_for(size, self._heads, longest, self._processors)
+        if (size, parts) not in self._steps:
+            self._steps[size, parts] = _Step(self, size, parts)
+        return self._steps[size, parts]
 
     def forget_moved_weights(self) -> None:
         """Drops recorded steps if a weight's address changed.
@@ -183,9 +190,9 @@ class SlotPool:
             config._attn_implementation = before
         return output.logits[:, -1]
 
-    def scratch_places(self, size: int) -> Places:
+    def scratch_places(self, size: int, parts: int = 1) -> Places:
         slots_B = torch.full((size,), self._scratch, dtype=torch.int64, device=self._device)
-        return Places(slots_B, torch.zeros_like(slots_B), torch.zeros_like(slots_B))
+        return Places(slots_B, torch.zeros_like(slots_B), torch.zeros_like(slots_B), parts)
 
     def record(self, run: Any) -> Any:
         """Records `run` as a CUDA graph; None on a CPU, where the step is called directly.
@@ -230,9 +237,9 @@ def nothing_collected() -> Iterator[None]:
 class _Step:
     """One recorded decode step for up to `size` rows, over tensors whose addresses never change."""
 
-    def __init__(self, pool: SlotPool, size: int) -> None:
+    def __init__(self, pool: SlotPool, size: int, parts: int) -> None:
         self._pool, self._size = pool, size
-        self._places = pool.scratch_places(size)
+        self._places = pool.scratch_places(size, parts)
         self._tokens_B = torch.zeros_like(self._places.slots_B)
         self._logits_BV = torch.empty(0)
         self._graph = pool.record(self._run)
@@ -303,12 +310,13 @@ class SlotBatch:
         self._ahead = False
 
     def _run_step(self) -> None:
-        if self._step is None:
-            self._step = self._pool.step_for(len(self._slots))
+        step = self._pool.step_for(len(self._slots), max(self._lengths) + 1)
+        if step is not self._step:
+            self._step = step
             lengths = [min(length, self._pool.last_column) for length in self._lengths]
             places = torch.tensor([self._slots, lengths], device=self._device)
-            self._step.place(places[0], places[1])
-        self._logits_BV = self._step.run(self.writing.newest_B)
+            step.place(places[0], places[1])
+        self._logits_BV = step.run(self.writing.newest_B)
         self._lengths = [length + 1 for length in self._lengths]
 
     def release(self) -> None:

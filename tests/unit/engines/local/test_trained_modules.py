@@ -160,7 +160,7 @@ def test_recorded_steps_are_forgotten_when_a_weight_moves(student: LoadedModel) 
     def publish(version: int) -> None:
         asyncio.run(engine.update_weights(version, ()))
 
-    pool._steps[4] = object()  # type: ignore[assignment]  # stands for a recorded step
+    pool._steps[4, 1] = object()  # type: ignore[assignment]  # stands for a recorded step
     weight = student.model.model.norm.weight
     with torch.no_grad():
         weight.mul_(2.0)

@@ -1,13 +1,17 @@
 """Grouped-query attention of one new token per row over that row's slot of a key/value pool.
 
 Legend: B rows, S slots, Q query heads, H key/value heads (G = Q / H queries share one), C columns per slot,
-D head size.
+D head size, P parts of a row.
 
 Only a row's true length is read, and keys and values are not expanded to the query heads: at batch 256 a
 step is bound by reading them once. `slot_attention` is the Triton kernel. `slot_attention_plain` is the
 same in plain torch: it runs on a CPU, and the kernel must equal it. fp8 numbers are multiplied in fp16,
 which represents each of them exactly. The scales of keys are applied to the scores, those of values to the
 weights (`kv_pool.py`).
+
+One program per row and key/value head leaves most of a GPU idle if rows are few. If they are long, each row is
+therefore divided into parts (`parts_for`), a program for each, and a second kernel joins them. One H200, 2
+key/value heads, 4 rows of 32,000 tokens: 479 us, in 16 parts 43 (`benchmarks/one_gpu/split_decode.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,18 @@ NARROW_BLOCK = 32
 """Columns read at a time in fp8, with one warp per 128 of the head size. Converted numbers pass between a
 program's warps, and with four warps the kernel takes as long as over twice the bytes (one H200: 101 us,
 with one warp 63 us)."""
+LONG = 1024
+"""Tokens of the longest row from which on rows are divided: below, joining costs what parallel reading saves."""
+MOST_PARTS, SHORTEST_PART = 32, 128
+"""Parts of a row at most, and columns of a part at least."""
+
+
+def parts_for(rows: int, heads: int, longest: int, processors: int) -> int:
+    """Parts of each row, a power of two: two programs per multiprocessor if rows are few and long."""
+    if longest < LONG:
+        return 1
+    wanted = min(MOST_PARTS, 2 * processors // (rows * heads))
+    return 1 << (max(1, wanted).bit_length() - 1)
 
 
 def slot_attention_plain(
@@ -40,10 +56,11 @@ def slot_attention_plain(
     lengths_B: Tensor,
     scale: float,
     window: int,
+    parts: int = 1,
 ) -> Tensor:
     """[B, Q, D]: softmax(q·k)·v over the first `lengths` columns of each row's slot.
 
-    If `window` > 0, over the last `window` of these columns only.
+    If `window` > 0, over the last `window` of these columns only. `parts` is for the kernel only.
     """
     rows, queries, size = query_BQD.shape
     keys_BHCD, values_BHCD = pool.of_slots(slots_B)
@@ -64,15 +81,33 @@ def slot_attention_plain(
 if triton is not None:
 
     @triton.jit
+    def _division(  # type: ignore[no-untyped-def]
+        length, window, PARTS: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """A row's first visible column, the start of its first block, and the columns of a part.
+
+        They follow from the row's own length, so a row's sums do not depend on the lengths of other rows.
+        """
+        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        begin = first // BLOCK * BLOCK
+        share = tl.cdiv(tl.maximum(tl.cdiv(length - begin, PARTS), SHORTEST), BLOCK) * BLOCK
+        return first, begin, share
+
+    @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        query, keys, values, key_scales, value_scales, out, slots, lengths, scale, window,
+        query, keys, values, key_scales, value_scales, out, bests, totals, mixes, slots, lengths, scale, window,
         query_row, query_head, key_slot, key_head, key_column, scale_slot, scale_head, out_row, out_head,
         GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+        PARTS: tl.constexpr, SHORTEST: tl.constexpr,
     ):  # fmt: skip
-        row, head = tl.program_id(0), tl.program_id(1)
+        row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         slot = tl.load(slots + row).to(tl.int64)
         length = tl.load(lengths + row).to(tl.int32)
-        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        first, begin, share = _division(length, window, PARTS, SHORTEST, BLOCK)
+        last = length
+        if PARTS > 1:
+            begin += part * share
+            last = tl.minimum(begin + share, length)  # below `begin` where a short row has fewer parts
         group = tl.arange(0, PADDED)
         size = tl.arange(0, SIZE)
         there = group < GROUP
@@ -88,9 +123,9 @@ if triton is not None:
         best = tl.full((PADDED,), float("-inf"), tl.float32)
         total = tl.zeros((PADDED,), tl.float32)
         mixed = tl.zeros((PADDED, SIZE), tl.float32)
-        for start in range(first // BLOCK * BLOCK, length, BLOCK):
+        for start in range(begin, last, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            visible = (column >= first) & (column < length)
+            visible = (column >= first) & (column < last)
             places = base + column[:, None].to(tl.int64) * key_column + size[None, :]
             k = tl.load(keys + places, mask=visible[:, None], other=0.0)
             v = tl.load(values + places, mask=visible[:, None], other=0.0)
@@ -114,12 +149,37 @@ if triton is not None:
                 fresh = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             mixed = mixed * shrink[:, None] + fresh
             best = higher
-        mixed = mixed / total[:, None]
-        tl.store(
-            out + row * out_row + (head * GROUP + group)[:, None] * out_head + size[None, :],
-            mixed.to(out.dtype.element_ty),
-            mask=there[:, None],
-        )
+        if PARTS > 1:
+            at = ((row * tl.num_programs(1) + head) * GROUP + group) * PARTS + part
+            tl.store(bests + at, best, mask=there)
+            tl.store(totals + at, total, mask=there)
+            tl.store(mixes + at[:, None] * SIZE + size[None, :], mixed, mask=there[:, None])
+        else:
+            mixed = mixed / total[:, None]
+            tl.store(
+                out + row * out_row + (head * GROUP + group)[:, None] * out_head + size[None, :],
+                mixed.to(out.dtype.element_ty),
+                mask=there[:, None],
+            )
+
+    @triton.jit
+    def _join_kernel(  # type: ignore[no-untyped-def]
+        bests, totals, mixes, out, lengths, window, out_row, out_head,
+        SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SHORTEST: tl.constexpr,
+    ):  # fmt: skip
+        """One query head of one row: parts weighted by the exponential of their largest score."""
+        row, query = tl.program_id(0), tl.program_id(1)
+        length = tl.load(lengths + row).to(tl.int32)
+        _first, begin, share = _division(length, window, PARTS, SHORTEST, BLOCK)
+        part, size = tl.arange(0, PARTS), tl.arange(0, SIZE)
+        there = begin + part * share < length
+        at = (row * tl.num_programs(1) + query) * PARTS + part
+        best = tl.load(bests + at, mask=there, other=float("-inf"))
+        weight = tl.exp(best - tl.max(best, 0))
+        total = tl.sum(tl.load(totals + at, mask=there, other=0.0) * weight, 0)
+        mixed = tl.load(mixes + at[:, None] * SIZE + size[None, :], mask=there[:, None], other=0.0)
+        joined = tl.sum(mixed * weight[:, None], 0) / total
+        tl.store(out + row * out_row + query * out_head + size, joined.to(out.dtype.element_ty))
 
 
 def slot_attention(
@@ -129,8 +189,9 @@ def slot_attention(
     lengths_B: Tensor,
     scale: float,
     window: int,
+    parts: int = 1,
 ) -> Tensor:
-    """`slot_attention_plain` as one kernel, with one program per row and key/value head."""
+    """`slot_attention_plain` as a kernel with `parts` (a power of two) programs per row and key/value head."""
     rows, queries, size = query_BQD.shape
     keys_SHCD, values_SHCD = pool.keys_SHCD, pool.values_SHCD
     narrow = pool.key_scales_SHC is not None
@@ -138,15 +199,25 @@ def slot_attention(
     value_scales = pool.value_scales_SHC if pool.value_scales_SHC is not None else values_SHCD
     heads = keys_SHCD.shape[1]
     group = queries // heads
+    block = NARROW_BLOCK if narrow else BLOCK
     out_BQD = torch.empty_like(query_BQD, memory_format=torch.contiguous_format)
-    _kernel[(rows, heads)](
-        query_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, out_BQD, slots_B, lengths_B, scale, window,
-        query_BQD.stride(0), query_BQD.stride(1),
+    best_BQP = total_BQP = mixed_BQPD = out_BQD  # used for several parts only
+    if parts > 1:
+        best_BQP = query_BQD.new_empty((rows, queries, parts), dtype=torch.float32)
+        total_BQP, mixed_BQPD = torch.empty_like(best_BQP), best_BQP.new_empty(rows, queries, parts, size)
+    _kernel[(rows, heads, parts)](
+        query_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, out_BQD, best_BQP, total_BQP, mixed_BQPD,
+        slots_B, lengths_B, scale, window, query_BQD.stride(0), query_BQD.stride(1),
         keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2), key_scales.stride(0), key_scales.stride(1),
         out_BQD.stride(0), out_BQD.stride(1),
-        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), SIZE=size, BLOCK=NARROW_BLOCK if narrow else BLOCK,
-        NARROW=narrow, num_warps=max(1, size // 128) if narrow else WARPS, num_stages=3,
+        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), SIZE=size, BLOCK=block, NARROW=narrow,
+        PARTS=parts, SHORTEST=SHORTEST_PART, num_warps=max(1, size // 128) if narrow else WARPS, num_stages=3,
     )  # fmt: skip
+    if parts > 1:
+        _join_kernel[(rows, queries)](
+            best_BQP, total_BQP, mixed_BQPD, out_BQD, lengths_B, window, out_BQD.stride(0), out_BQD.stride(1),
+            SIZE=size, BLOCK=block, PARTS=parts, SHORTEST=SHORTEST_PART, num_warps=WARPS,
+        )  # fmt: skip
     return out_BQD
 
 
@@ -169,5 +240,6 @@ def attend(
         places.ends_B,
         options["scaling"],
         window,
+        places.parts,
     )
     return mixed_BQD[:, None], None

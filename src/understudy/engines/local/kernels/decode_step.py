@@ -104,7 +104,9 @@ class DecodeLoop:
         )
 
         def attend(layer: _Layer, query_BQD: Tensor, pool: SlotLayer) -> Tensor:
-            return function(query_BQD, pool.pool, places.slots_B, places.ends_B, layer.scale, layer.window)
+            return function(
+                query_BQD, pool.pool, places.slots_B, places.ends_B, layer.scale, layer.window, places.parts
+            )
 
         return self._logits(self._through(tokens_B, places, pools, attend))
 

@@ -254,6 +254,6 @@ def _attention(
         cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool,
     )  # fmt: skip
     mixed_BQD = decode_attention.slot_attention(
-        turned_BQD, pool, places.slots_B, places.ends_B, module.scaling, window
+        turned_BQD, pool, places.slots_B, places.ends_B, module.scaling, window, places.parts
     )
     return module.o_proj(mixed_BQD.view(rows, 1, -1)), None
