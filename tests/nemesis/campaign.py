@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument(
         "--no-fork",
         action="store_true",
-        help="start each trainer as a fresh Python: 17 s of CPU time instead of 10",
+        help="start each trainer and its fork server as a fresh Python",
     )
     parser.add_argument(
         "--summary", type=Path, nargs="+", metavar="FILE", help="print what these result files say together"

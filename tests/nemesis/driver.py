@@ -102,6 +102,8 @@ class Trial:
         if point is not None:
             self.pending.remove(point)
             more["UNDERSTUDY_FAULT"] = point.place
+        if "fork server" not in MODES[self.schedule.mode].roles:  # one that is hit imports as usual
+            more["UNDERSTUDY_NEMESIS_FORKED"] = "1"
         if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
             more["UNDERSTUDY_NEMESIS_PROXY"] = str(self._injector.proxy.port)
         trainer = start_trainer(words, self.folder, self._injector.shim, log, more, self.server)

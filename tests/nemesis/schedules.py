@@ -32,6 +32,8 @@ NETWORK = ("partition", "delay", "reset", "damage")
 BEYOND_DEADLINES = 75.0
 """Seconds that a process is frozen for at most: longer than a request's deadline in these recipes, and than the silence after
 which a process counts as lost (`serving/supervisor.py`)."""
+START_SECONDS = 3.0
+"""A forked trainer and its processes take one to three seconds to start."""
 MOST = 9
 """Faults of a schedule. Some come too late, or their process is not there: about two in three hit."""
 KINDS = {
@@ -56,7 +58,7 @@ class Fault:
     after: int = 0
     """Steps whose metrics are written before the fault."""
     delay: float = 0.0
-    """Seconds from then on, or from the start of the trainer if that is later; a start takes five to ten."""
+    """Seconds from then on, or from the start of the trainer if that is later."""
     which: int = 0
     """Of several processes of the role."""
     seconds: float = 0.0
@@ -113,7 +115,9 @@ def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[
 
 def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     after = chance.randrange(STEPS)
-    delay = round(chance.uniform(0, 6) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.4))), 2)
+    delay = round(
+        chance.uniform(0, START_SECONDS) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.4))), 2
+    )
     others = MODES[mode].roles[1:]
     # Half of the faults of a process hit the newest kind of process that the mode has.
     role = chance.choice(("trainer", *others, *others[-1:]))
@@ -122,7 +126,7 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     kind = chance.choices(list(weights), list(weights.values()))[0]
     which = chance.randrange(100)
     if kind == "clock" and which % 2:  # deadlines are longest while processes start
-        after, delay = 0, round(chance.uniform(0, 6), 2)
+        after, delay = 0, round(chance.uniform(0, START_SECONDS), 2)
     if role == "fork server":  # it lives while processes start
         after, delay = 0, round(chance.uniform(0, 3), 2)
     if kind == "corrupt":  # the newest of two checkpoints

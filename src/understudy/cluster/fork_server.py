@@ -70,15 +70,7 @@ class ForkServer:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.setblocking(False)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(theirs.fileno(), list(modules))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self._process = _begin(theirs.fileno(), modules, environment)
         self._lock = threading.Lock()
         self._ready = False
         self._ended = False
@@ -179,6 +171,21 @@ class ForkServer:
             else:
                 self._ready, self._ended = told["ready"], not told["ready"]
         return None
+
+
+def _begin(
+    descriptor: int, modules: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts the fork server's process."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM.format(descriptor, list(modules))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=[descriptor],
+        start_new_session=True,
+    )
 
 
 class _Forked:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,31 @@ def test_a_fork_has_its_own_environment_log_and_chance(tmp_path: Path, own: fork
         await processes.close()
 
     asyncio.run(scenario())
+
+
+ENDS = """
+import atexit, sys, threading, time
+class Last:
+    def __del__(self): print("collected", flush=True)
+last = Last()
+atexit.register(print, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "expected", "said"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")])
+def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
+    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, said: str
+) -> None:
+    """The last collection goes through all that was imported: 2 to 3 s with torch."""
+    (tmp_path / "ends_for_test.py").write_text(ENDS.format(code=code))
+    while not own.ready():
+        time.sleep(0.02)
+    with (tmp_path / "log").open("wb") as log:
+        child = own.start("ends_for_test", [], {**os.environ, "OMP_NUM_THREADS": "1"}, log.fileno(), None)
+    assert child.wait(20) == expected
+    assert (tmp_path / "log").read_text().split() == f"{said}thread atexit".split()
 
 
 def test_another_environment_at_load_means_a_process_of_its_own(
