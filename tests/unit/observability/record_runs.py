@@ -30,18 +30,20 @@ from understudy.observability.rundir import RunDir
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 RECORDED = Path(__file__).with_name("recorded_runs.json")
+SHIM = Path(__file__).parents[2] / "nemesis/shim"
 STEPS = 24
 READ = re.compile(
     r"actor/(loss|entropy|engine_diff|updates|pg_clipfrac)|actor/distillation/(loss|clamped_share|pg_clipfrac|\w+_mass)"
     r"|teacher/\w+/kl|response_length/(mean|clip_ratio)|critic/score/mean|val/(teacher_)?accuracy/\w+"
     r"|rollout/(rows|filtered_prompts|reward/\w+/parsed)|rollout_corr/abs_diff_mean|async/staleness/mean"
     r"|perf/teacher/\w+/latency_mean|perf/teacher/\w+/\d+/restarts|perf/async/(trainer|teacher)_idle"
-    r"|rows/dead_letters(/\w+)?"
+    r"|rows/dead_letters(/\w+)?|time/(step|checkpoint)"
 )
 RECIPE = (
     "rollout.max_new_tokens",
     "loss.student_temperature",
     "trainer.batch_size",
+    "trainer.checkpoint_every",
     "loss.task_coef",
     "rollout.temperature",
 )
@@ -123,6 +125,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "killed_replica": ("trainer.steps=60",),
     "slow_reward": (reward(slow_judge), "trainer.mode=fully_async"),
     "slow_trainer": ("trainer.mode=fully_async", "trainer.epochs=32", "trainer.learning_rate=3e-5"),
+    "slow_disk": ("trainer.checkpoint_every=2",),
     "small_disk": (),
     "failing_reward": (reward(fails_for_some), "trainer.max_dead_letters=1.0"),
 }  # fmt: skip
@@ -166,6 +169,10 @@ def record(name: str, place: Path) -> dict[str, Any]:
         *words,
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    if name == "slow_disk":  # every flush takes a second
+        environment["PYTHONPATH"] += os.pathsep + str(SHIM)
+        environment["UNDERSTUDY_NEMESIS_SHIM"] = str(place / "shim.json")
+        (place / "shim.json").write_text('{"fsync": "slow"}')
     trainer = subprocess.Popen([*command, f"run.dir={place / 'run'}"], env=environment)
     threading.Thread(
         target=DISTURBED.get(name, lambda pid, run: None), args=(trainer.pid, place / "run"), daemon=True

@@ -82,6 +82,9 @@ TROUBLE: dict[str, RunFacts] = {
     "teacher_idle": facts(lambda step: {"perf/async/teacher_idle": 0.99}),
     "restarting_replica": facts(lambda step: {"perf/teacher/add/0/restarts": float(step > 20)}),
     "dead_letters": facts(dead_letters={"DataError": 70, "deadline": 3}),
+    "checkpoints_slow": facts(
+        lambda step: {"time/step": 1.0} | ({"time/checkpoint": 2.0} if step % 4 == 1 and step > 1 else {})
+    ),
     "disk_low": facts(free_bytes=2 << 30, checkpoint_bytes=1 << 30),
 }
 

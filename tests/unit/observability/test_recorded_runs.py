@@ -48,6 +48,7 @@ SPOKEN: dict[str, set[str]] = {
     "killed_replica": {"restarting_replica"},
     "slow_reward": {"trainer_idle"},
     "slow_trainer": {"teacher_idle"},
+    "slow_disk": {"checkpoints_slow"},
     "small_disk": {"disk_low"},
     "failing_reward": {"dead_letters"},
 }

@@ -1,4 +1,4 @@
-"""A disk that does not take a flush: the run says which step is not saved, and what to do."""
+"""A disk that does not take a flush, or takes it late: the run says which step is not saved, and counts the wait."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from understudy.errors import CheckpointError
+from understudy.observability.spans import Spans
 from understudy.trainers.checkpoints import save_checkpoint
 
 
@@ -32,3 +33,24 @@ def test_a_flush_that_fails_is_told_as_a_checkpoint_that_is_not_saved(tmp_path: 
         CheckpointError, match=r"step 7: a file of .* cannot be flushed: .*Input/output error.*resume"
     ):
         asyncio.run(save_checkpoint(system, 7))
+
+
+def test_the_wait_for_the_save_before_counts_as_time_of_checkpoints(tmp_path: Path) -> None:
+    async def saves() -> float:
+        async def fails() -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        spans = Spans(None)
+        state = SimpleNamespace(
+            saves=SimpleNamespace(under_way={asyncio.create_task(asyncio.sleep(0.3))}),
+            view=SimpleNamespace(work=lambda text: nullcontext()),
+            spans=spans,
+            plane=SimpleNamespace(sync=fails),
+            run=SimpleNamespace(path=tmp_path),
+        )
+        learner = SimpleNamespace(settings=SimpleNamespace(trainer=SimpleNamespace()))
+        with pytest.raises(CheckpointError):
+            await save_checkpoint(SimpleNamespace(state=state, learner=learner), 7)  # type: ignore[arg-type]
+        return spans.take_totals()["checkpoint"]
+
+    assert asyncio.run(saves()) >= 0.29

@@ -50,6 +50,8 @@ DEAD_SHARE = 0.01
 """Share of rows that became dead letters; the default of `trainer.max_dead_letters`."""
 LOW_DISK, CHECKPOINTS_LEFT = 1 << 30, 3
 """Free bytes below which the disk counts as low, or below this many more checkpoints."""
+CHECKPOINT_SHARE = 0.2
+"""Share of the time of steps and checkpoints together in which the trainer saved or waited for the disk."""
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Keys of `[rollout]` and the values at which tokens are drawn from the student's own distribution."""
 
@@ -363,6 +365,21 @@ def dead_letters(facts: RunFacts) -> Iterator[Advisory]:
             f"{many(dead, 'row')} ({share:.1%}) could not be made or trained",
             ", ".join(f"{count} × {reason}" for reason, count in reasons[:4]),
             "Read dataplane/dead_letters.jsonl; trainer.max_dead_letters bounds them.", ("rows/dead_letters",),
+        )  # fmt: skip
+
+
+@rule
+def checkpoints_slow(facts: RunFacts) -> Iterator[Advisory]:
+    """A step's line holds the checkpoint before it, which its `time/step` leaves out."""
+    saved, steps = facts.history.get("time/checkpoint"), facts.history.get("time/step")
+    seconds, whole = sum(saved.values), sum(saved.values) + sum(steps.values)
+    if len(saved.values) > 1 and seconds > CHECKPOINT_SHARE * whole:
+        yield Advisory(
+            "checkpoints_slow", "note",
+            f"Checkpoints took {seconds / whole:.0%} of the time",
+            f"{seconds:.0f} of {whole:.0f} s in {len(saved.values)} saves of {_size(facts.checkpoint_bytes)}; a save waits until the one before it is on the disk",
+            f"Raise trainer.checkpoint_every ({facts.key('trainer.checkpoint_every')}), or put run.dir on a faster disk.",
+            ("time/checkpoint", "time/step"),
         )  # fmt: skip
 
 
