@@ -11,6 +11,7 @@ for name in (
     "engines.hosted.process",
     "assembly.processes.rank",
     "assembly.processes.critic",
+    "rollout.workers.process",
 ):
     sys.modules.pop(
         f"understudy.{name}", None
