@@ -123,8 +123,8 @@ class TeacherConfig(Section):
     dtype: DType = "float32"
     """Dtype of the weights in replicas that this run starts."""
     quantize: Literal["int8", "fp8"] | None = None
-    """Linear layers of the replicas in eight bits: `int8` weights, or `fp8` weights and products (GPUs from
-    compute capability 8.9 on). A replica measures at its start what that changes."""
+    """Weights of the replicas in eight bits: `int8`, or `fp8` weights and products of the layers (GPUs from compute
+    capability 8.9 on) with head and embedding in int8. A replica measures at its start what that changes."""
     quantize_tolerance: Annotated[float, Field(gt=0)] = 0.05
     """Nats of KL that `quantize` may change on the fixed tokens; a replica that is further off is refused."""
     offload: Literal["all"] | Annotated[int, Field(ge=0)] = 0

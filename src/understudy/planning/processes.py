@@ -210,7 +210,7 @@ def _replica(
         ]
     size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + PROCESS_BYTES
     if size is not None and teacher.quantize is not None:
-        size -= ModelFolder.open(teacher.model, "model").linear_parameters * (_BYTES[teacher.dtype] - 1)
+        size -= ModelFolder.open(teacher.model, "model").quantized_parameters * (_BYTES[teacher.dtype] - 1)
     job = f"scores rows of {teacher.key or 'every source'}"
     host = 0
     if size is not None and teacher.offload and seating.gpus(teacher_role(name), replica):

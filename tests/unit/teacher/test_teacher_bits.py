@@ -7,14 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from teacher_rig import VOCAB, write_model
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from understudy.config import parse_recipe
 from understudy.errors import ConfigError, TeacherError
 from understudy.planning.models.folder import ModelFolder
+from understudy.planning.processes import PROCESS_BYTES, plan_processes
+from understudy.planning.seating import seat
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
+from understudy.teacher.scoring import eight_bits
 from understudy.teacher.scoring.body import ScoringLayout
+from understudy.teacher.scoring.eight_bits import Bits, Fp8Linear, Int8Embedding, Int8Head, Int8Linear, to_fp8
+from understudy.teacher.scoring.head import from_wire
 from understudy.teacher.scoring.model import load_frozen
-from understudy.teacher.scoring.quantize import Bits, Fp8Linear, Int8Linear, _to_fp8, quantized
+from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.types.scores import ScoreItem, Signal
 
@@ -27,23 +34,63 @@ def plain(model: torch.nn.Module, row: np.ndarray) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED, ScoringLayout.AUTO])
-def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, layout: ScoringLayout) -> None:
-    frozen = load_frozen(str(qwen3))
-    twin = copy.deepcopy(frozen.model)
-    small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, with an embedding that multiplies the rows it looks up."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "gemma")  # for its tokenizer
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(
+        **shape,
+        vocab_size=VOCAB,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def with_rounded_weights(twin: torch.nn.Module, small: torch.nn.Module) -> int:
+    """Gives a plain model the weights that the quantized one stands for; how many they are."""
     rounded = 0
     for name, module in twin.named_modules():
-        if type(module) is not torch.nn.Linear or "lm_head" in name:
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             continue
-        found = small.model.get_submodule(name)
-        assert isinstance(found, Int8Linear) and found.weight.dtype == torch.int8
+        found = small.get_submodule(name)
+        assert isinstance(found, Int8Linear | Int8Embedding | Int8Head) and found.weight.dtype == torch.int8
         near = found.weight.float() * found.scale[:, None]
+        if name == "lm_head" and twin.config.tie_word_embeddings:
+            assert found.weight.data_ptr() == small.get_input_embeddings().weight.data_ptr()
+            continue
         # To the nearest of 255 steps: at most half a step off.
         assert ((near - module.weight).abs() <= 0.501 * found.scale[:, None]).all()
         module.weight.data.copy_(near)
         rounded += module.weight.numel()
-    assert rounded == ModelFolder.open(str(qwen3), "model").linear_parameters
+    return rounded
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gemma"])
+@pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED, ScoringLayout.AUTO])
+def test_scores_are_those_of_a_plain_model_with_rounded_weights(
+    family: str,
+    layout: ScoringLayout,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = str(request.getfixturevalue(family))
+    frozen = load_frozen(path)
+    # A part of the vocabulary is 64 of its rows.
+    monkeypatch.setattr(eight_bits, "_WIDENED_BYTES", 4 * 64 * frozen.config.hidden_size)
+    twin = copy.deepcopy(frozen.model)
+    small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
+    assert with_rounded_weights(twin, small.model) == ModelFolder.open(path, "model").quantized_parameters
     scorer = Scorer("t", small, ScorerOptions(layout=layout))
     scorer.warm_up()
     items = [
@@ -52,7 +99,35 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(qwen3: Path, lay
     for item, scores in zip(items, scorer.score(request_of(items)).split(), strict=True):
         right = plain(twin, item.tokens)[np.arange(item.length - 1), item.tokens[1:]]
         np.testing.assert_allclose(scores.sampled_logprobs, right, atol=1e-5)
-    assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.2
+    assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.5
+    # The head that a trainer asks for (`signal = "hidden"`) has the same weights.
+    sent = from_wire(scorer.wire_head)
+    assert torch.equal(sent.weight_VH, twin.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_than_a_part_of_the_head_is_widened(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 1000)
+    head = Int8Head.of(linear)
+    whole = head.weight.float() * head.scale[:, None]
+    states = torch.randn(3, 5, 16).to(dtype)
+    widened: list[int] = []
+    plain_product = eight_bits.wide_product
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+        widened.append(weight.numel() * weight.element_size())
+        plain_product(hidden, weight, logits)
+
+    monkeypatch.setattr(eight_bits, "wide_product", watched)
+    monkeypatch.setattr(eight_bits, "_WIDENED_BYTES", 1 << 14)
+    found = head(states)
+    assert len(widened) > 1 and max(widened) <= 1 << 14
+    right = states.float() @ whole.to(dtype).float().T + linear.bias.detach()
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), right, atol=near, rtol=near)
 
 
 def test_a_model_that_changes_too_much_is_refused(qwen3: Path) -> None:
@@ -67,7 +142,7 @@ def test_fp8_products_are_near_those_of_the_rounded_numbers() -> None:
     small = Fp8Linear(linear).cuda()
     states = torch.randn(2, 7, 64, dtype=torch.bfloat16, device="cuda")
     weight = small.weight.float() * small.scale.t()
-    wide, scale = _to_fp8(states.flatten(0, 1))
+    wide, scale = to_fp8(states.flatten(0, 1))
     right = (wide.float() * scale) @ weight.t() + linear.bias.float().cuda()
     torch.testing.assert_close(small(states).flatten(0, 1).float(), right, rtol=2e-2, atol=2e-2)
 
@@ -75,7 +150,7 @@ def test_fp8_products_are_near_those_of_the_rounded_numbers() -> None:
 def test_fp8_weights_keep_three_bits_of_mantissa() -> None:
     torch.manual_seed(0)
     values = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
-    small, scale = _to_fp8(values)
+    small, scale = to_fp8(values)
     near = small.float() * scale
     large = values.abs() > scale * 2**-6  # normal numbers of float8
     assert ((near - values).abs() <= values.abs() / 16 + 1e-12)[large].all()
@@ -117,6 +192,7 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
     [
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
         ({"model": "student", "version": "live"}, "version = 'live' is set"),
+        ({"model": "student", "version": "start", "placement": "trainer"}, "placement = 'trainer' is set"),
         ({"placement": "external", "urls": ["http://h:1"]}, "`quantize` belongs to processes that this run starts"),
     ],
 )  # fmt: skip
@@ -124,3 +200,20 @@ def test_where_it_cannot_be(keys: dict, said: str) -> None:
     teacher = {"model": "m", "quantize": "int8", **keys}
     with pytest.raises(ConfigError, match=said):
         parse_recipe({"student": {"model": "s"}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}})
+
+
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_plan_counts_the_bytes_that_a_replica_holds(family: str, request: pytest.FixtureRequest) -> None:
+    path = str(request.getfixturevalue(family))
+    small, _ = quantized(load_frozen(path), Bits.INT8, "cpu", 0.05)
+    tensors = [*small.model.parameters(), *small.model.buffers()]
+    held = sum({one.data_ptr(): one.nbytes for one in tensors}.values())
+    teacher = {"model": path, "quantize": "int8"}
+    recipe = parse_recipe(
+        {"student": {"model": path}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}}
+    )
+    planned = next(one for one in plan_processes(recipe, seat(recipe, 0)) if one.name == "teacher-t-0")
+    assert planned.bytes is not None
+    scales = sum(one.nbytes for name, one in small.model.named_buffers() if name.endswith("scale"))
+    rotary = sum(one.nbytes for name, one in small.model.named_buffers() if "inv_freq" in name)
+    assert planned.bytes - PROCESS_BYTES == held - scales - rotary

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, help="processes, and GPUs, that share the model"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
-    parser.add_argument("--quantize", choices=["int8", "fp8"], help="linear layers in eight bits")
+    parser.add_argument("--quantize", choices=["int8", "fp8"], help="weights in eight bits")
     parser.add_argument(
         "--offload", default="0", help="last decoder layers that stay in host memory: a number, or all"
     )

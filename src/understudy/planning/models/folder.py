@@ -103,9 +103,9 @@ class ModelFolder:
         return sum(math.prod(shape) for shape in self._shapes.values())
 
     @property
-    def linear_parameters(self) -> int:
-        """Of the linear layers: all matrices but embeddings and the head."""
-        others = ("embed", "lm_head", "wte", "wpe")
+    def quantized_parameters(self) -> int:
+        """Those that `quantize` keeps in eight bits: all matrices but learned positions and experts."""
+        others = ("wpe", "embed_positions", ".experts.")
         return sum(
             math.prod(shape)
             for name, shape in self._shapes.items()

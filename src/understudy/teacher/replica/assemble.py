@@ -18,9 +18,10 @@ from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.replica.tensor_parallel import ReplicaRank, join
 from understudy.teacher.scoring.body import ScoringLayout
+from understudy.teacher.scoring.eight_bits import Bits
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
 from understudy.teacher.scoring.offload import offloaded
-from understudy.teacher.scoring.quantize import Bits, quantized
+from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import Signal

@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 2048 on CUDA"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
-    parser.add_argument("--quantize", choices=["int8", "fp8"], help="linear layers in eight bits")
+    parser.add_argument("--quantize", choices=["int8", "fp8"], help="weights in eight bits")
     parser.add_argument(
         "--quantize-tolerance",
         type=float,

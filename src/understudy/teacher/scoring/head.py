@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from understudy.teacher.head_frame import WireHead
+from understudy.teacher.scoring.eight_bits import WIDE_PRODUCT, Int8Head, int8_logits, widened_rows
 from understudy.teacher.scoring.head_kernel import ChunkReader, WholeVocabulary
 from understudy.types.usable_ids import UsableIds
-
-WIDE_PRODUCT = torch.__version__ >= torch.torch_version.TorchVersion("2.8")
-"""Whether torch can keep a half-precision product in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,8 @@ class Head:
     """Rows of the whole vocabulary, if `weight_VH` holds only some of them."""
     widest_shard: int | None = None
     """The most rows a rank holds. All ranks must use equal chunks, or their collectives would not match."""
+    row_scale_V: torch.Tensor | None = None
+    """Of a `weight_VH` in int8: row v is weight[v] · row_scale[v]."""
 
     @property
     def vocab(self) -> int:
@@ -47,7 +47,11 @@ class Head:
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """fp32 [C, V]."""
-        if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32 and WIDE_PRODUCT:
+        if self.row_scale_V is not None:
+            logits_CV = int8_logits(hidden_CH, self.weight_VH, self.row_scale_V)
+            if self.bias_V is not None:
+                logits_CV += self.bias_V
+        elif hidden_CH.is_cuda and hidden_CH.dtype != torch.float32 and WIDE_PRODUCT:
             # The product stays in the accumulator's fp32: rounding logits to bf16 costs up to 0.06 nats.
             logits_CV = torch.mm(hidden_CH, self.weight_VH.T, out_dtype=torch.float32)
             if self.bias_V is not None:
@@ -76,17 +80,23 @@ def head_of(model: Any) -> Head:
         bias_V=None if bias is None else bias.detach(),
         scale=scale,
         softcap=None if softcap is None else float(softcap),
+        row_scale_V=projection.scale if isinstance(projection, Int8Head) else None,
     )
 
 
-def to_wire(head: Head) -> WireHead:
+def to_wire(head: Head, widened: torch.dtype = torch.float32) -> WireHead:
+    """`widened`: the dtype in which rows of int8 are sent."""
+
     def bits(tensor: torch.Tensor) -> np.ndarray:
         tensor = tensor.detach().cpu().contiguous()
         return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
     bias_V = None if head.bias_V is None else bits(head.bias_V)
-    dtype = str(head.weight_VH.dtype).removeprefix("torch.")
-    return WireHead(bits(head.weight_VH), bias_V, dtype, head.scale, head.softcap)
+    weight_VH = head.weight_VH
+    if head.row_scale_V is not None:
+        weight_VH = widened_rows(weight_VH.cpu(), head.row_scale_V.cpu(), widened)
+    dtype = str(weight_VH.dtype).removeprefix("torch.")
+    return WireHead(bits(weight_VH), bias_V, dtype, head.scale, head.softcap)
 
 
 def from_wire(wire: WireHead) -> Head:

@@ -34,7 +34,7 @@ class FrozenModel:
     max_length: int
     """The longest sequence the model's positions allow."""
     bits: str | None = None
-    """How its linear layers are quantized; None: they are not."""
+    """How its weights are quantized; None: they are not."""
     rounding: float = 0.0
     """Nats by which two orders of the same operations may differ. Above 0 with fp8: activations are rounded to three
     bits of mantissa in every layer, so a change of their last bfloat16 bit can grow to the size of the rounding."""

@@ -1,115 +1,54 @@
 """Eight-bit weights for a frozen model (`teachers.NAME.quantize`), and what they change in nats.
 
-    loaded on the host ──fixed tokens──> log p ─────────────────────────────┐
-            └──each linear layer in eight bits, moved to its device──> log p ┴──> `QuantizationError`
+    loaded on the host ──fixed tokens──> log p ──────────────────────┐
+            └──each matrix in eight bits, moved to its device──> log p ┴──> `QuantizationError`
 
-Only the linear layers of the decoder are quantized. Embeddings, norms and the head keep their dtype. torchao has such
+Linear layers, the embedding of tokens and the head are quantized; norms and biases keep their dtype. torchao has such
 layers too, but transformers imports it wherever it is installed: 0.9 s and two warnings for every process of a run.
-
-Shape legend: R rows of activations, I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from understudy.errors import TeacherError
 from understudy.nn.vision import is_vision
 from understudy.teacher.manifest import QuantizationError
+from understudy.teacher.scoring.eight_bits import (
+    GEMMA_FACTOR,
+    Bits,
+    Fp8Linear,
+    Int8Embedding,
+    Int8Head,
+    Int8Linear,
+    fits_fp8,
+)
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.probe import probe_family
-
-_INT8_MOST = 127
-_FP8 = torch.float8_e4m3fn
-_FP8_MOST = torch.finfo(_FP8).max
-_FP8_MULTIPLE = 16
-"""The GPU's fp8 products need sides that are multiples of this; other layers stay as they are."""
-
-
-class Bits(StrEnum):
-    INT8 = "int8"
-    """Weights in int8 with one scale per output; products in the model's dtype."""
-    FP8 = "fp8"
-    """Weights and activations in float8, products by the GPU's fp8 units."""
-
-
-class Int8Linear(nn.Module):
-    """weight ≈ scale_O · int8_OI, to the nearest step."""
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight_OI = linear.weight.detach().float()
-        scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp_min(1e-12) / _INT8_MOST
-        self.register_buffer("weight", (weight_OI / scale_O1).round().to(torch.int8))
-        self.register_buffer("scale", scale_O1[:, 0].to(linear.weight.dtype))
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
-
-    def forward(self, states: Tensor) -> Tensor:
-        # One layer's weights are widened at a time, so they take no lasting memory.
-        product = F.linear(states, self.weight.to(states.dtype)) * self.scale
-        return product if self.bias is None else product + self.bias
-
-
-class Fp8Linear(nn.Module):
-    """Both sides in float8, one scale per output and per row of activations."""
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight_OI, scale_O1 = _to_fp8(linear.weight.detach())
-        self.register_buffer("weight", weight_OI)
-        self.register_buffer("scale", scale_O1.t().contiguous())
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
-
-    def forward(self, states: Tensor) -> Tensor:
-        states_RI, scale_R1 = _to_fp8(states.flatten(0, -2))
-        product_RO = torch._scaled_mm(
-            states_RI,
-            self.weight.t(),
-            scale_a=scale_R1,
-            scale_b=self.scale,
-            out_dtype=states.dtype,
-            use_fast_accum=True,  # 5 to 17 % less time; float8 operands round far more than it loses
-        )
-        product = product_RO.unflatten(0, states.shape[:-1])
-        return product if self.bias is None else product + self.bias
-
-
-def _to_fp8(values_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """float8 [R, I] and float32 scales [R, 1]."""
-    scale_R1 = values_RI.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / _FP8_MOST
-    return (values_RI.float() / scale_R1).to(_FP8), scale_R1
 
 
 def quantized(
     frozen: FrozenModel, bits: Bits, device: str, most_kl: float
 ) -> tuple[FrozenModel, QuantizationError]:
-    """The model with eight-bit linear layers, on its device; changed in place. Raises `TeacherError` if this
-    machine cannot, or if the fixed tokens are further apart than `most_kl`."""
+    """The model with eight-bit matrices, on its device; changed in place. Raises `TeacherError` if this machine
+    cannot, or if the fixed tokens are further apart than `most_kl`."""
     _check(frozen, bits, device)
     before = _logprobs(frozen)
     body = frozen.model.base_model
     for name, module in list(body.named_modules()):
         if type(module) is not nn.Linear:
             continue
-        if bits is Bits.FP8 and any(side % _FP8_MULTIPLE for side in module.weight.shape):
+        if bits is Bits.FP8 and not fits_fp8(module.weight):
             continue
         parent, _, child = name.rpartition(".")
         small = Int8Linear(module) if bits is Bits.INT8 else Fp8Linear(module)
         setattr(body.get_submodule(parent), child, small.to(device))
+    _vocabulary_in_int8(frozen.model, device)
     frozen.model.to(device)
     after = replace(frozen, device=torch.device(device), bits=str(bits))
     error = _apart(frozen, before, _logprobs(after))
@@ -121,6 +60,23 @@ def quantized(
             "quantize out, or raise the tolerance"
         )
     return after, error
+
+
+def _vocabulary_in_int8(model: Any, device: str) -> None:
+    """The embedding and the head, moved to the device; where they are tied, one tensor stays one."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    known = type(embedding) is nn.Embedding or hasattr(embedding, GEMMA_FACTOR)
+    if known:
+        small = Int8Embedding(embedding).to(device)
+        model.set_input_embeddings(small)
+    if type(head) is not nn.Linear or (tied and not known):
+        return
+    if tied:
+        bias = None if head.bias is None else head.bias.detach()
+        model.set_output_embeddings(Int8Head(small.weight, small.scale, bias))
+    else:
+        model.set_output_embeddings(Int8Head.of(head).to(device))
 
 
 def _check(frozen: FrozenModel, bits: Bits, device: str) -> None:

@@ -24,7 +24,7 @@ from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.teacher.scoring.body import Body, ScoringLayout
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
-from understudy.teacher.scoring.model import FrozenModel
+from understudy.teacher.scoring.model import DTYPES, FrozenModel
 from understudy.teacher.scoring.packing import as_slice, ragged_ranges
 from understudy.teacher.scoring.probe import is_uniform, probe_family, probe_item
 from understudy.types.scores import ScoreItem, Signal
@@ -321,7 +321,7 @@ class Scorer:
 
     @property
     def wire_head(self) -> WireHead:
-        return to_wire(self.head)
+        return to_wire(self.head, DTYPES[self.frozen.dtype])
 
     def close(self) -> None:
         """Nothing to release here; a scorer over several ranks ends its followers."""
