@@ -4,11 +4,12 @@
     python benchmarks/one_gpu/update_profile.py --cpu       tiny shapes, to try the script
 
 The update is `Policy.update` at step.py's shape: a 0.6B student of random weights, 256 rows of 640 tokens, 512 of them
-trained, forward KL over the teacher's best 64. One update is profiled (torch.profiler); GPU seconds are summed by class
-of kernel, `idle` is what no kernel covers. Then each variant is timed beside the default, in turns.
+trained, forward KL over the teacher's best 64. Of the default, one update's Python frames are sampled (`host`): how busy each
+thread was, and where. Another is profiled (torch.profiler, unless --no-profile); GPU seconds are summed by class of kernel,
+`idle` is what no kernel covers. Then each variant is timed beside the default.
 
 Results go to update-<hardware>-<date>.json; the profile's classes and largest kernels to update_profile.json and
-update_profile.txt beside it.
+update_profile.txt beside it, the frames to update_host.txt.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import gc
 import json
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +41,9 @@ from step import MODELS, TINY, VOCAB
 from step_problem import Row, save, show
 from understudy.losses.objective import Objective
 from understudy.nn.determinism import keep_to_repeatable
+from understudy.policy.assemble import Assembler, MicroBatch
 from understudy.policy.forward import packed
+from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
@@ -137,9 +142,11 @@ def variants(cpu: bool) -> list[Variant]:
     """The default first; it is also the one that is profiled."""
     found = [
         Variant("default"),
+        Variant("default once more, compiled code from the cache"),
         # 51 rows fit 32,768 tokens: five micro-batches, a sixth of one row, and attention in groups of 48 and 3.
         Variant("48 rows a micro-batch, one attention group", micro=48 / 51.2),
         Variant("43 rows a micro-batch, all alike", micro=43 / 51.2),
+        Variant("micro-batches cut between passes", around=_cut_in_turn),
         Variant("micro-batches of twice the tokens", micro=2.0),
         Variant("fixed shapes", around=_fixed_shapes),
         Variant("FlashAttention instead of cuDNN", around=_flash_only),
@@ -179,8 +186,60 @@ def _timed(
     )
     parts = {part: median(one[part] for one in found) for part in ("prepare", "compute", "optimizer")}
     if variant.name == "default":
-        _profiled(update, options.out)
+        _sampled(update, options.out)
+        if options.profile:
+            _profiled(update, options.out)
     return median(seconds), parts, peak
+
+
+def _sampled(update: Callable[[], float], out: Path) -> None:
+    """Writes where each thread's Python frames were during one update, and the CPU seconds of each thread."""
+    frames: Counter[tuple[str, ...]] = Counter()
+    ended = threading.Event()
+
+    def sample() -> None:
+        own = threading.get_ident()
+        while not ended.wait(0.002):
+            names = {one.ident: one.name for one in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                if ident != own:
+                    frames[names.get(ident, "unnamed"), *_innermost(frame)] += 1
+
+    sampler = threading.Thread(target=sample, name="sampler")
+    before = _thread_seconds()
+    sampler.start()
+    wall = update()
+    ended.set()
+    sampler.join()
+    busy = {name: round(seconds - before.get(name, 0.0), 3) for name, seconds in _thread_seconds().items()}
+    lines = [f"wall seconds {wall:.3f}, {sum(frames.values())} samples"]
+    lines += [
+        f"thread {name:<28} {seconds:>7.3f} CPU s"
+        for name, seconds in sorted(busy.items(), key=lambda item: -item[1])
+        if seconds > 0.005
+    ]
+    lines += [f"{count:>6} x  {' < '.join(place)}" for place, count in frames.most_common(60)]
+    (out / "update_host.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[:40]), flush=True)
+
+
+def _innermost(frame: Any, depth: int = 4) -> Iterator[str]:
+    while frame is not None and depth:
+        yield f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame, depth = frame.f_back, depth - 1
+
+
+def _thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process's threads, by name and number, and of its ended children; Linux only."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # the thread has ended
+            continue
+        ticks = rest.split()[11:13]
+        found[f"{name} {task.parent.name}"] = sum(map(int, ticks)) / 100
+    return found
 
 
 def _profiled(update: Callable[[], float], out: Path) -> None:
@@ -331,6 +390,20 @@ def _flash_only() -> Iterator[None]:
 
 
 @contextmanager
+def _cut_in_turn() -> Iterator[None]:
+    """Micro-batches are cut and copied between passes, not on a thread beside them."""
+
+    def in_turn(
+        self: Assembler, passes: Iterable[tuple[Sequence[int], bool]], layout: Layout, device: torch.device
+    ) -> Iterator[tuple[MicroBatch, bool]]:
+        for rows, counted in passes:
+            yield self.cut(rows, layout, silent=not counted).to(device), counted
+
+    with patch.object(Assembler, "cut_ahead", in_turn):
+        yield
+
+
+@contextmanager
 def _tuned() -> Iterator[None]:
     with inductor.patch(coordinate_descent_tuning=True):
         yield
@@ -349,6 +422,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="tiny shapes without a GPU, to try the script")
     parser.add_argument("--updates", type=int, default=3, help="counted updates of each variant")
+    parser.add_argument("--no-profile", dest="profile", action="store_false", help="no trace of kernels")
     parser.add_argument("--only", nargs="+", help="names of variants")
     parser.add_argument("--budget", type=float, default=170.0, help="seconds for everything")
     parser.add_argument("--least", type=float, default=12.0, help="no variant begins with fewer seconds left")

@@ -365,8 +365,8 @@ class Policy:
         if self.lanes.count > 1:
             return self._accumulate_side_by_side(assembler, plan, objective, head_start, watch)
         outputs = []
-        for place, (group, counted) in enumerate(plan.passes()):
-            micro = assembler.cut(group, self.layout, silent=not counted).to(self.device)
+        micros = assembler.cut_ahead(plan.passes(), self.layout, self.device)
+        for place, (micro, counted) in enumerate(micros):
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             watched = objective if watch is None or not counted else watch.around(objective, micro)
             loss, output = self.forward(micro, watched, known_NH=known_NH)

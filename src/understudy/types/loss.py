@@ -221,6 +221,10 @@ class LossInputs:
         not moved: it is loaded once, on the device where the loss runs."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def pinned(self) -> LossInputs:
+        """The same record in page-locked memory, from which a GPU copies while the host goes on."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
     def rows(self, start: int, stop: int) -> LossInputs:
         """Tokens start … stop−1 as views."""
         return self._map(lambda tensor: tensor[start:stop])

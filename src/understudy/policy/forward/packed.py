@@ -75,7 +75,9 @@ def _bounds(bounds: np.ndarray, device: torch.device) -> dict[str, Any]:
 
 
 def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    # From memory that is not page-locked, the copy would wait for all queued kernels.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _grouped(ids_1T: torch.Tensor, lengths: Sequence[int]) -> PackedInput | None:
