@@ -103,7 +103,8 @@ class Trial:
             self.pending.remove(point)
             more["UNDERSTUDY_FAULT"] = point.place
         if "fork server" not in MODES[self.schedule.mode].roles:  # one that is hit imports as usual
-            more["UNDERSTUDY_NEMESIS_FORKED"] = "1"
+            teachers = MODES[self.schedule.mode].changes.get("teachers", True)
+            more["UNDERSTUDY_NEMESIS_FORKED"] = "with teachers" if teachers else "without teachers"
         if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
             more["UNDERSTUDY_NEMESIS_PROXY"] = str(self._injector.proxy.port)
         trainer = start_trainer(words, self.folder, self._injector.shim, log, more, self.server)
