@@ -50,6 +50,7 @@ SECTIONS = (
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
     Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
+    Section("The data plane with up to 1,000,000 rows held", "dataplane_held", "python benchmarks/dataplane.py --held"),
     Section("The page on a run of 100,000 rows", "viewer-aarch64", "python benchmarks/viewer.py", besides="of a core|processes"),
     Section("What an open page costs a trainer, on two cores that nothing else uses", "viewer_trainer", "python benchmarks/viewer.py --only-trainer", besides="of a core|processes"),
     Section("What keeping rows costs a step, on a CPU", "keep_rows-aarch64", "python benchmarks/step_cpu.py --keep-rows"),
