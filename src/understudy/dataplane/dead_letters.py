@@ -2,7 +2,7 @@
 
 The ledger in the journal is the authority; the file is for people and tools. A line is appended after its
 commit. The whole file is rewritten from the ledger at every start and rewind, so a crash between commit and append loses
-nothing.
+nothing. A line that finds no room is written with the next one, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class DeadLetters:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
+        self._unwritten: list[str] = []
 
     def rewrite(self, letters: Iterable[tuple[str, str, int, str]]) -> None:
         """All (partition, key, step, detail), replacing the file in one rename."""
         lines = [self._line(*letter) for letter in letters]
+        self._unwritten.clear()
         if not lines and not self._file.exists():
             return
         fresh = self._file.with_suffix(".tmp")
@@ -70,11 +72,25 @@ class DeadLetters:
 
     def append(self, partition: str, key: str, step: int, told: str) -> None:
         point("dead_letters.before_append")
+        self._unwritten.append(self._line(partition, key, step, told))
+        self.flush()
+
+    def flush(self) -> None:
+        """Append the lines that found no room before."""
+        if not self._unwritten:
+            return
         try:
-            with self._file.open("a", encoding="utf-8") as out:
-                out.write(self._line(partition, key, step, told))
+            size = self._file.stat().st_size if self._file.exists() else 0
+            try:
+                with self._file.open("a", encoding="utf-8") as out:
+                    out.writelines(self._unwritten)
+            except OSError:
+                if self._file.is_file():
+                    os.truncate(self._file, size)  # a part of a line may be written
+                raise
+            self._unwritten.clear()
         except OSError as error:
-            logger.warning("dead letter %s is in the ledger but not in %s: %s", key, self._file, error)
+            logger.warning("dead letters in the ledger but not in %s yet: %d; %s", self._file, len(self._unwritten), error)  # fmt: skip
 
     @staticmethod
     def _line(partition: str, key: str, step: int, told: str) -> str:

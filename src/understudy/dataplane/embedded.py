@@ -365,6 +365,7 @@ class EmbeddedDataPlane:
             return
         self._refuse(closed)
         await self._store.journal.close()
+        self._store.dead_letters.flush()
         self._store.spill.close()
         self._lock.release()
 

@@ -1,6 +1,7 @@
 """The journal itself: group commits, failure that stops everything, one process per folder."""
 
 import asyncio
+import json
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from understudy.dataplane.base import GroupPolicy, Order, RowStatus
+from understudy.dataplane.dead_letters import DeadLetters, detail
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.journal import journal as journal_module
 from understudy.dataplane.ledger import audit
@@ -304,6 +306,45 @@ def test_a_dead_letter_file_that_cannot_be_written_does_not_stop_the_run(tmp_pat
 
     asyncio.run(body())
     assert audit(tmp_path).dead == 1
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_dead_letter_that_found_no_room_is_written_with_the_next_or_at_the_end(
+    tmp_path: Path, another: bool
+) -> None:
+    file = tmp_path / "dead_letters.jsonl"
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        await plane.put("train", {"a_0_0": ROW, "b_0_0": ROW})
+        file.mkdir()
+        await plane.dead_letter("train", "a_0_0", "poison")
+        file.rmdir()
+        if another:
+            await plane.dead_letter("train", "b_0_0", "poison")
+            assert len(file.read_text().splitlines()) == 2
+        await plane.close()
+
+    asyncio.run(body())
+    keys = [json.loads(line)["key"] for line in file.read_text().splitlines()]
+    assert keys == ["a_0_0", "b_0_0"][: 1 + another]
+
+
+def test_a_dead_letter_that_the_disk_took_in_part_is_written_whole_later(tmp_path: Path) -> None:
+    letters, told = DeadLetters(tmp_path), detail("poison")
+    letters.append("train", "a_0_0", 1, told)
+    file = tmp_path / "dead_letters.jsonl"
+    size = file.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+    try:
+        letters.append("train", "b_0_0", 1, told)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.stat().st_size == size
+    letters.append("train", "c_0_0", 1, told)
+    keys = [json.loads(line)["key"] for line in file.read_text().splitlines()]
+    assert keys == ["a_0_0", "b_0_0", "c_0_0"]
 
 
 def test_every_placeholder_of_a_commit_is_bare(tmp_path: Path) -> None:
