@@ -53,9 +53,13 @@ def trainer_server() -> ForkServer | None:
     """What trainers of this process are forked from; None where a process must not be forked."""
     if not can_fork():
         return None
-    server = ForkServer(_environment(), (*MODULES, "preloaded"))
-    atexit.register(server.close)
-    return server
+    for modules in ((*MODULES, "preloaded"), MODULES):
+        server = ForkServer(_environment(), modules)
+        atexit.register(server.close)
+        if _ready(server):
+            return server
+        print(f"no trainer can be forked from a process that has imported {modules}", file=sys.stderr)
+    return None
 
 
 def start_trainer(
