@@ -138,6 +138,11 @@ async def build(
         own_prompts = teacher_prompts_of(
             recipe.teachers, recipe.rollout, student.tokenizer, others, usable, stack
         )
+        # Renders every prompt, on a thread while teachers start.
+        longest = asyncio.create_task(
+            asyncio.to_thread(longest_request, settings.engine, recipe.data, student, rows)
+        )
+        stack.callback(longest.cancel)
         teachers = await start_teachers(
             settings.teachers,
             processes,
@@ -168,7 +173,7 @@ async def build(
             usable,
             stack,
             view,
-            await asyncio.to_thread(longest_request, settings.engine, recipe.data, student, rows),
+            await longest,
         )
         checkpoints = _checkpoints(recipe, run)
         self_teachers = self_teachers_of(

@@ -1,0 +1,51 @@
+"""What a run does while its teachers start."""
+
+import asyncio
+import threading
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from understudy.assembly import build as building
+from understudy.cluster.local import LocalProcesses
+from understudy.config import load_recipe
+from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir
+
+RECIPE = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
+
+
+class Enough(Exception):
+    pass
+
+
+def test_prompts_are_measured_for_the_engine_while_teachers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendering 100,000 prompts takes half a minute, and so does the start of a teacher."""
+    begun = threading.Event()
+
+    def longest_request(*words: Any) -> None:
+        begun.set()
+
+    async def start_teachers(*words: Any) -> NoReturn:
+        assert await asyncio.to_thread(begun.wait, 10), "prompts are measured only once teachers have started"
+        raise Enough
+
+    monkeypatch.setattr(building, "longest_request", longest_request)
+    monkeypatch.setattr(building, "start_teachers", start_teachers)
+    recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}"])
+
+    async def body() -> None:
+        run = RunDir.create(recipe.run.dir, recipe.run.name)
+        processes = LocalProcesses(run.logs, 60.0)
+        try:
+            with pytest.raises(Enough):
+                async with building.build(recipe, run, processes, LiveView(2, enabled=False)):
+                    pass
+        finally:
+            await processes.close()
+
+    asyncio.run(body())
