@@ -135,7 +135,7 @@ def train(rank: int, size: int, folder: Path) -> Any:
     from understudy.policy.policy import Policy
     from understudy.policy.ranks.shard import join, leave
 
-    ranks = join(rank, size, f"file://{folder}/rendezvous", "cuda") if size > 1 else None
+    ranks = join(rank, size, f"file://{folder}/rendezvous", "cuda:0") if size > 1 else None
     policy = Policy(qwen3().cuda(), settings(), ranks=ranks)
     lines = []
     for step in range(3):

@@ -25,9 +25,10 @@ pytestmark = [
 HERE = Path(__file__).parent
 
 
-def environment(rank: int) -> dict[str, str]:
-    own = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**os.environ, **own}
+def environment(job: str, rank: int) -> dict[str, str]:
+    """Ranks that train share a GPU by themselves (`student.device = "cuda:0"`)."""
+    own = {} if job == "train" else {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **own}
 
 
 def members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
@@ -35,7 +36,7 @@ def members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, str(HERE / "nccl_member.py"), job, str(rank), str(size), str(folder)],
-            env=environment(rank),
+            env=environment(job, rank),
             stdout=subprocess.PIPE,
             stderr=(folder / f"{rank}.log").open("w"),
             text=True,
@@ -100,7 +101,7 @@ def test_a_teacher_in_two_parts_scores_as_one(world: Any, tmp_path: Path) -> Non
     processes = []
     for rank in range(2):
         log = (tmp_path / f"{rank}.log").open("w")
-        environ = {**environment(rank), "NCCL_TEST_TOKEN": "secret"}
+        environ = {**environment("score", rank), "NCCL_TEST_TOKEN": "secret"}
         own = ["--rank", str(rank), "--ready-file", str(tmp_path / f"ready-{rank}")]
         processes.append(subprocess.Popen([*common, *own], env=environ, stdout=log, stderr=log))
 

@@ -54,7 +54,8 @@ def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> Rank
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return join(rank, size, rendezvous, device.type)
+        device = torch.device(device.type)  # on Ray each rank sees its own GPU as cuda:0
+    return join(rank, size, rendezvous, str(device))
 
 
 def interface_towards(rendezvous: str) -> str | None:
@@ -233,8 +234,8 @@ def _free_port(address: str) -> int:
 
 
 def _one_device_each(size: int, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.device_count() < size:
+    if device.type == "cuda" and device.index is None and torch.cuda.device_count() < size:
         raise ConfigError(
             f"trainer.ranks = {size} needs {size} GPUs, this machine shows {torch.cuda.device_count()}; "
-            "lower trainer.ranks, or set student.device = 'cpu'"
+            "lower trainer.ranks, or set student.device = 'cuda:0' (all ranks share that GPU) or 'cpu'"
         )

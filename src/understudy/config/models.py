@@ -58,7 +58,8 @@ class StudentConfig(Section):
     dtype: DType = "float32"
     """Dtype of the weights in forward and backward; masters stay float32."""
     device: Device = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """`auto`, `cpu`, `cuda` or `cuda:N`. With `trainer.ranks` above 1, `cuda:N` puts all ranks on that GPU, where they
+    exchange tensors through host memory: to try a layout on one GPU, not for speed."""
     freeze_vision: bool = True
     """Of a vision-language student train the language part alone; false trains the vision part too."""
     gradient_checkpointing: bool = False

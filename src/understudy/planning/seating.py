@@ -185,10 +185,11 @@ def _enough_gpus(recipe: Recipe, gpus: int) -> None:
     student, ranks = recipe.student.device, recipe.trainer.ranks
     has, problems = f"this machine has {_count(gpus)}", []
     on_gpu = asks_for_gpu(student) or (student == "auto" and gpus > 0)
-    if on_gpu and ranks > max(gpus, 1) and STUDENT not in recipe.cluster.roles:
+    shares = student.startswith("cuda:")  # with all other ranks
+    if on_gpu and not shares and ranks > max(gpus, 1) and STUDENT not in recipe.cluster.roles:
         problems.append(
             f"trainer.ranks = {ranks} with student.device = {student!r}: each rank takes a GPU of its own, and {has}; lower "
-            "trainer.ranks, or set student.device = 'cpu'"
+            "trainer.ranks, or set student.device = 'cuda:0' (all ranks share that GPU: slow) or 'cpu'"
         )
     elif on_gpu and not gpus:
         problems.append(f"student.device = {student!r}: {has}; {_ANY_DEVICE}")
@@ -314,7 +315,10 @@ def _machine(
         seated.append(Seat(role, unit, rank, pool, DeviceKind.GPU, 0, place))
 
     if STUDENT not in recipe.cluster.roles and recipe.student.device != "cpu":
-        if gpus == 1 or recipe.student.device.startswith("cuda:"):
+        if recipe.student.device.startswith("cuda:"):
+            for rank in range(recipe.trainer.ranks):
+                at(STUDENT, rank, recipe.student.device)
+        elif gpus == 1:
             at(STUDENT, 0, recipe.student.device)
         else:
             claims.append(Claim(STUDENT, MACHINE, recipe.trainer.ranks, leads=True))

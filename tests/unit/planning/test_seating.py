@@ -121,6 +121,11 @@ def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() 
     assert seats_of(one, 3) == ranks | dict.fromkeys(on_four, "cuda:2")
     assert seats_of(one, 2) == ranks | dict.fromkeys(on_four, "cuda:1") | {"rollout-0": "cuda:0"}
     assert "GPU 0: student/0 + rollout/0; GPU 1: student/1 + teacher-add/0" in (seat(one, 2).shared() or "")
+    with pytest.raises(ClusterError, match=r"trainer.ranks = 2 .* 1 GPU; .*student.device = 'cuda:0'"):
+        seat(one, 1)
+    on_one = one.model_copy(update={"student": one.student.model_copy(update={"device": "cuda:0"})})
+    assert set(seats_of(on_one, 1).values()) == {"cuda:0"}
+    assert "GPU 0: student/0 + student/1 + rollout/0 + teacher-add/0" in (seat(on_one, 1).shared() or "")
     # One teacher, as the request has it: nothing is shared.
     alone = load_recipe(SEED).model_copy(update={"teachers": {"t": one.teachers["add"]}})
     assert seats_of(alone, 4) == ranks | {"rollout-0": "cuda:2", "teacher-t-0": "cuda:3"}

@@ -28,7 +28,7 @@ from understudy.media.store import MediaStore
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import follow
-from understudy.policy.ranks.shard import is_about_a_connection, leave
+from understudy.policy.ranks.shard import is_about_a_connection, leave, rank_gpu
 from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.supervisor import beat
 from understudy.trainers.remote_rows.batches import QueueRows
@@ -42,7 +42,7 @@ def run(process: Process) -> None:
     settings = settings_of_run(run)
     steady_torch(settings.compute, share_of=options.size)
     if torch.cuda.is_available():
-        torch.cuda.set_device(options.rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank_gpu(options.rank, settings.student.device))
     source = settings.student
     student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
     joining_file(options.coordination, options.rank).touch()

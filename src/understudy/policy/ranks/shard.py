@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -150,10 +151,20 @@ def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> RankGrou
     if not 0 <= rank < size:
         raise PolicyError(f"rank = {rank} of {size} ranks: expected 0 … {size - 1}")
     if device.startswith("cuda"):
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank_gpu(rank, device))
+    if device.startswith("cuda:"):
+        # All ranks share this GPU. NCCL refuses that unless it takes them for ranks of different machines.
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
     return RankGroup(device.partition(":")[0])
+
+
+def rank_gpu(rank: int, device: str) -> int:
+    """The index of a rank's GPU: the one that `device` names, or one for each rank."""
+    _, _, index = device.partition(":")
+    return int(index) if index else rank % torch.cuda.device_count()
 
 
 def leave() -> None:
