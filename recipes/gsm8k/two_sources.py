@@ -1,6 +1,6 @@
 """Writes prompts with every second one under the source gsm8k-informed, for a recipe with two teachers.
 
-    python recipes/gsm8k/two_sources.py IN.jsonl OUT.jsonl
+python recipes/gsm8k/two_sources.py IN.jsonl OUT.jsonl
 """
 
 from __future__ import annotations

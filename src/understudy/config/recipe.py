@@ -338,10 +338,11 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"trainer.eval_k = {recipe.trainer.eval_k} with rollout.temperature = 0: all samples of a problem would be the same; "
             "raise the temperature, or set trainer.eval_k = 0"
         )
-    if recipe.trainer.ranks > 1 and recipe.student.device.startswith("cuda:"):
+    apart = recipe.cluster.backend == "ray"
+    if apart and recipe.trainer.ranks > 1 and recipe.student.device.startswith("cuda:"):
         problems.append(
-            f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks}: each rank takes a GPU "
-            "of its own; write student.device = 'cuda'"
+            f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks} and cluster.backend = 'ray': "
+            "each rank takes a GPU of its own there; write student.device = 'cuda'"
         )
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)

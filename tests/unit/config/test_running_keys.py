@@ -23,7 +23,10 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"trainer": {"ranks": 2}, "student": {"device": "cuda:0"}}, "student.device = 'cuda'"),
+        (
+            {"trainer": {"ranks": 2}, "student": {"device": "cuda:0"}, "cluster": {"backend": "ray"}},
+            "student.device = 'cuda'",
+        ),
         ({"trainer": {"eval_k": 4}, "rollout": {"temperature": 0.0}}, "would be the same"),
         ({"trainer": {"ranks": 0}}, "trainer.ranks"),
         ({"student": {"lora": {"publish": "adapter"}}}, "where no weights travel; set rollout.processes"),
