@@ -35,6 +35,9 @@ AT_START = "another process, before the launch's first step"
 """A launch may end with 2 and that process's name if one of its processes is lost while they start."""
 UNREACHED = "the network, before the launch's first step"
 """A launch may end with 2 and the name of the teacher that it cannot reach."""
+RESTARTS = 1
+"""Lost ranks and critics that a launch survives between two checkpoints: the default of `cluster.restarts.student`. After one
+more it may end with 2 and say that `understudy resume` goes on."""
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 NO_MEMORY = "the memory"
@@ -109,6 +112,8 @@ def _endings(found: History) -> Iterator[str]:
             allowed |= STOP_CODES | {-9, -15}
         if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
             allowed.add(2)
+        if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:
+            allowed.add(2)
         if UNREACHED in launch.faults and re.search(r"teacher (add|sort)", launch.output):
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
@@ -119,6 +124,11 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"
+
+
+def _lost(launch: Launch) -> int:
+    """How many faults may have cost the launch a rank or the critic."""
+    return sum(one == AT_START or one.endswith((" rank", " critic")) for one in launch.faults)
 
 
 def _accounting(events: Sequence[Event], in_flight: frozenset[str]) -> Iterator[str]:

@@ -92,6 +92,16 @@ def test_a_launch_without_memory_may_end_if_it_says_so() -> None:
         assert bool(found) is wrong, found
 
 
+def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoints() -> None:
+    said = "rank 1 was killed by SIGKILL; `understudy resume` goes on from the last checkpoint"
+    for faults, wrong in (
+        (("kill rank", "kill rank"), False), ((AT_START, "terminate critic"), False),
+        (("kill rank",), True), (("kill rank", "kill replica"), True),
+    ):  # fmt: skip
+        launches = [Launch(2, faults, said), Launch(0, ())]
+        assert bool(violations(replace(good(), launches=launches), good(), PROMISE)) is wrong, faults
+
+
 def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:
     launches = [Launch(2, (AT_START,), "process teacher-add-0 ended with code -9"), Launch(0, ())]
     assert violations(replace(good(), launches=launches), good(), PROMISE) == []
