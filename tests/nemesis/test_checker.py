@@ -102,6 +102,14 @@ def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoi
         assert bool(violations(replace(good(), launches=launches), good(), PROMISE)) is wrong, faults
 
 
+def test_a_session_whose_worker_is_lost_three_times_may_be_a_dead_letter() -> None:
+    letters = {"c": "session c: its worker process died 3 times"}
+    for kills, wrong in ((3, False), (2, True)):
+        launches = [Launch(0, ("kill worker",) * kills)]
+        found = replace(good(), letters=letters, launches=launches)
+        assert bool(violations(found, replace(good(), letters={}), PROMISE)) is wrong
+
+
 def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:
     launches = [Launch(2, (AT_START,), "process teacher-add-0 ended with code -9"), Launch(0, ())]
     assert violations(replace(good(), launches=launches), good(), PROMISE) == []
