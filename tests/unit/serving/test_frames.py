@@ -1,6 +1,7 @@
 """Frames between our processes: what goes in comes out, and anything else is refused with a reason."""
 
 import asyncio
+import socket
 from typing import Any
 
 import msgspec
@@ -104,6 +105,21 @@ def test_frames_of_a_stream_are_read_one_by_one_up_to_a_limit() -> None:
         large.feed_data(PREFIX.pack(MAGIC, 8, 1 << 40))
         with pytest.raises(FrameError, match="at most 4096 are read"):
             await read(large, 4096)
+
+    asyncio.run(body())
+
+
+def test_a_peer_that_a_failed_write_shows_to_be_gone_ends_the_stream() -> None:
+    """A worker is killed while the trainer writes to it: the reader then raises the writer's EPIPE, not EOF."""
+
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        theirs.close()
+        writer.write(b"a message")
+        assert await read(reader, 100) is None
+        assert isinstance(reader.exception(), BrokenPipeError)
+        writer.close()
 
     asyncio.run(body())
 
