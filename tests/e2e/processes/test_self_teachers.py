@@ -177,16 +177,19 @@ def test_a_replica_that_dies_at_a_publish_comes_back_with_the_new_version(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["sync.after_metrics:3", "sync.after_update:3"])
-def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "fault"),
+    [("ema", "sync.after_metrics:3"), ("ema", "sync.after_update:3"), ("live", "sync.after_update:3")],
+)
+def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path, version: str, fault: str) -> None:
     """The checkpoint is of step 2 and the teacher lags by 1: it needs weights that only `teacher_weights` has."""
     more: dict[str, Any] = {"trainer__checkpoint_every": 2, "trainer__keep_checkpoints": 2}
-    table = own("resumed", "ema", 1, **more)
+    table = own("resumed", version, 1, **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(own("straight", "ema", 1, **more), progress=False).dir
+    straight = understudy.train(own("straight", version, 1, **more), progress=False).dir
     run = Path(table["run"]["dir"])
     assert bits(run) == bits(straight)
     rows, others = ([line["teacher_version"] for line, _ in kept(one, 4)] for one in (run, straight))

@@ -37,7 +37,7 @@ READ = re.compile(
     r"|teacher/\w+/kl|response_length/(mean|clip_ratio)|critic/score/mean|val/(teacher_)?accuracy/\w+"
     r"|rollout/(rows|filtered_prompts|reward/\w+/parsed)|rollout_corr/abs_diff_mean|async/staleness/mean"
     r"|perf/teacher/\w+/latency_mean|perf/teacher/\w+/\d+/restarts|perf/async/(trainer|teacher)_idle"
-    r"|rows/dead_letters(/\w+)?|time/(step|checkpoint)"
+    r"|rows/dead_letters(/\w+)?|rollout/teacher_version/max|time/(step|checkpoint)"
 )
 RECIPE = (
     "rollout.max_new_tokens",
@@ -54,6 +54,11 @@ SMALL = (
     "trainer.warmup_steps=5",
     "trainer.learning_rate=1e-3",
     "trainer.eval_samples=40",
+)
+FOLLOWING = tuple(
+    f"teachers.{name}.{setting}"
+    for name in ("add", "sort")
+    for setting in ("model=student", "version=live", 'prompt="{{ answer }}={{ prompt }}"')
 )
 GROUPS = ("loss.task_coef=1.0", "rollout.n=4", "trainer.batch_size=16")
 ADD, SORT, START = (str(ASSETS / "models" / name) for name in ("teacher-add", "teacher-sort", "student"))
@@ -110,6 +115,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "trainer.learning_rate=2e-4",
     ),
     "paid_for_one_letter": (reward(one_letter), "loss.distill_coef=0.01", *GROUPS),
+    "live_self": (*FOLLOWING, "trainer.learning_rate=3e-3"),
     "small_clamp": ("loss.loss_max_clamp=0.5",),
     "many_epochs": (reward(varied), "loss.distill_coef=1e-9", "trainer.epochs=8", "trainer.learning_rate=3e-3", *GROUPS),
     "narrow_clip": (reward(varied), "loss.clip_low=0.02", "loss.clip_high=0.02", "trainer.epochs=8", *GROUPS),

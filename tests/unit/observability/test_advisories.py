@@ -60,6 +60,13 @@ TROUBLE: dict[str, RunFacts] = {
     "entropy_collapse": facts(
         lambda step: {"actor/distillation/loss": 1.5, "actor/loss": 1.5, "teacher/add/kl": 1.5}
     ),
+    "agreed_on_nothing": facts(
+        lambda step: {
+            "rollout/teacher_version/max": float(step),
+            "critic/score/mean": 0.1 / step,
+            **dict.fromkeys(("actor/loss", "actor/distillation/loss"), 1.5 / step**2),
+        }
+    ),
     "overlap_falls": facts(lambda step: {"actor/distillation/student_mass": 0.9 - 0.4 * step / STEPS}),
     "kl_above_start": facts(
         lambda step: {
@@ -108,6 +115,10 @@ def test_a_constant_reward_of_one_is_trouble_only_where_it_is_learnt_from() -> N
     assert advise(facts(lambda step: always)) == []
     learnt = advise(facts(lambda step: always, recipe={"loss": {"task_coef": 1.0}}))
     assert [one.level for one in learnt] == ["warning"] and "filter_groups" in learnt[0].turn
+
+
+def test_a_teacher_that_follows_a_student_which_learns_is_no_trouble() -> None:
+    assert advise(facts(lambda step: {"rollout/teacher_version/max": float(step)})) == []
 
 
 def test_answers_without_a_result_are_counted() -> None:

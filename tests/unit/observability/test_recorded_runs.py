@@ -37,6 +37,8 @@ SPOKEN: dict[str, set[str]] = {
         "teacher_below_student",
         "teacher_solves_nothing",
     },
+    # It reads the answers as a teacher and forgets to use them.
+    "live_self": {"agreed_on_nothing", "truncation", "reward_is_constant"},
     "small_clamp": {"clamped_or_clipped"},
     "many_epochs": {"kl_above_start", "teacher_below_student"},
     "narrow_clip": {"clamped_or_clipped", "teacher_below_student"},

@@ -26,6 +26,8 @@ LENGTH_GREW, SOME_TRUNCATED = 1.5, 0.05
 """Answers half as long again as at the start, and a twentieth of them cut."""
 ENTROPY_FELL, STILL_APART = 0.25, 0.75
 """Entropy fell to a quarter while the KL is still above three quarters of its start."""
+AGREED, REWARD_FELL = 0.1, 0.5
+"""Last steps over the first step: the KL to a teacher that follows the student fell to a tenth, the reward to a half."""
 MASS_FELL = 0.1
 """Fall of the student's probability on the teacher's candidates, or of the teacher's on the student's; absolute."""
 TEACHER_BELOW = 0.05
@@ -189,6 +191,26 @@ def entropy_collapse(facts: RunFacts) -> Iterator[Advisory]:
             f"entropy {entropy[0]:.3g} → {entropy[1]:.3g} nats, KL {apart[0]:.3g} → {apart[1]:.3g}, {_steps(facts, 'actor/entropy')}",
             "Lower trainer.learning_rate, or use loss.kind = \"forward_kl\", which covers all the teacher's answers.",
             ("actor/entropy", "actor/distillation/loss"),
+        )  # fmt: skip
+
+
+@rule
+def agreed_on_nothing(facts: RunFacts) -> Iterator[Advisory]:
+    """A student and a teacher with its own weights can agree by forgetting what the teacher's prompt says. Against the first
+    step: it happens within ten."""
+    keys = ("actor/distillation/loss", "critic/score/mean")
+    versions = facts.history.get("rollout/teacher_version/max").values
+    if len(versions) < 2 * WINDOW or versions[-1] <= versions[0] or not all(map(facts.history.get, keys)):
+        return
+    (apart, agreed), (reward, got) = (
+        (one.values[0], median(one.last(WINDOW))) for one in map(facts.history.get, keys)
+    )
+    if agreed < AGREED * apart and got <= REWARD_FELL * reward:
+        yield Advisory(
+            "agreed_on_nothing", "warning", "The student and the teacher that follows it agree on answers without a reward",
+            f"KL {apart:.3g} → {agreed:.3g}, reward {reward:.3g} → {got:.3g}, {_steps(facts, keys[0])}",
+            "Set teachers.NAME.version = \"start\", whose target does not move, or lower trainer.learning_rate; read some answers.",
+            keys,
         )  # fmt: skip
 
 
