@@ -57,3 +57,14 @@ def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> 
     assert run.metrics[0]["val/accuracy/sort"] < 0.5
     assert run.last["val/accuracy/sort"] > 0.85
     assert run.metrics[1]["teacher/add/in_chains"] > 0.1 > run.last["teacher/add/in_chains"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_student_learns_from_teachers_in_eight_bits(tmp_path: Path) -> None:
+    recipe = RECIPES / "eight-bit-teachers" / "recipe.toml"
+    run = understudy.train(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"]), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.3
+    assert run.last["val/accuracy"] > 0.85
+    log = (run.dir / "logs" / "trainer.log").read_text()
+    assert "teacher add has weights in float32+int8: KL " in log
