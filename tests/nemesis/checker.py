@@ -114,7 +114,9 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(-9)
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
-        if AT_START in launch.faults and re.search(r"(ended with|exit) code -?\d+", launch.output):
+        if AT_START in launch.faults and re.search(
+            r"(ended with|exit) code -?\d+|Ray .* cannot be used", launch.output
+        ):
             allowed.add(2)
         if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:
             allowed.add(2)

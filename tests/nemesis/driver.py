@@ -207,9 +207,13 @@ def promise(mode: str) -> Promise:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes and temporary files of the run. Processes have ten seconds to see that their trainer is gone."""
-    deadline = time.monotonic() + 10
-    while (alive := processes_of(folder)) and time.monotonic() < deadline:
+    """Processes and temporary files of the run. Processes have ten seconds to see that their trainer is gone; Ray's agents look
+    for their node every few seconds, five times."""
+    began = time.monotonic()
+    while alive := processes_of(folder):
+        allowed = 40 if all(_is_ray(process) for process in alive) else 10
+        if time.monotonic() - began > allowed:
+            break
         time.sleep(0.2)
     names = [" ".join(process.cmdline())[:120] for process in alive if process.is_running()]
     for process in alive:
@@ -217,6 +221,12 @@ def left_behind(folder: Path) -> list[str]:
             process.kill()
     files = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(_CACHES)]
     return names + [f"tmp/{name}" for name in files]
+
+
+def _is_ray(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("ray::" in word or "/ray/" in word for word in process.cmdline()[:4])
+    return True
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

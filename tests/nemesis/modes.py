@@ -18,6 +18,7 @@ ROLES = {
     "fork server": "from understudy.cluster.fork_server_process import main",
     "node": "/raylet",
     "queue": "ray::SimpleStorageUnit",
+    "remote worker": "understudy.trainers.remote_rows.worker",
 }
 """Role → the module that its processes run, or the beginning of their program, or on Ray the end or beginning of their
 title. The trainer is the process that was started."""
@@ -33,6 +34,7 @@ _PPO = {
     "critic__learning_rate": 1e-3, "critic__process": True, "rollout__n": 3, "data__reward": "small_rewards:varied",
     "trainer__batch_size": 4, "trainer__mini_batch_size": 2,
 }  # fmt: skip
+_RAY = {"cluster__backend": "ray", "dataplane__backend": "transfer_queue", "dataplane__storage_units": 1}
 _OUTPUTS = {
     "rollout__agent": "many_outputs:Outputs",
     "rollout__agent_options": {
@@ -91,9 +93,15 @@ MODES = {
     "critic": Mode(_PPO, ("trainer", "critic")),
     "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
     "external teacher": Mode(external=True),
-    "ray queue": Mode(
-        {"cluster__backend": "ray", "dataplane__backend": "transfer_queue", "dataplane__storage_units": 1},
-        ("trainer", "replica", "node", "queue"),
+    "ray queue": Mode(_RAY, ("trainer", "replica", "node", "queue"), by_seed=False),
+    "ray workers": Mode(
+        {
+            **_RAY,
+            "rollout__workers": 2,
+            "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 1}},
+            "cluster__roles": {"workers": "loops"},
+        },
+        ("trainer", "replica", "node", "queue", "remote worker"),
         by_seed=False,
     ),
     "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),

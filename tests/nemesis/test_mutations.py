@@ -120,6 +120,15 @@ NEEDING = {
     "a dead fork server is waited for": one(
         "epochs", LOCAL, "if found.over or time.monotonic() > deadline:", "if time.monotonic() > deadline:", "kill fork server",
     ),
+    "a worker waits for a generation for three seconds, and gives up if the trainer is frozen": one(
+        "rollout workers", "rollout/workers/process.py", "generation = await answer", "generation = await asyncio.wait_for(answer, 3)", "freeze trainer",
+    ),
+    "a process whose Ray node is lost counts as alive": one(
+        "ray queue", "cluster/ray.py", "process.returncode = _LOST", "pass", "kill node",
+    ),
+    "a lost storage unit of the queue is not noticed": one(
+        "ray queue", "dataplane/transfer_queue/uploads.py", 'self.give_up(f"{type(error).__name__}: {error}")', "raise error", "kill queue",
+    ),
     "a lack of memory is told as unexpected": one(
         "sync full", "errors.py", "return isinstance(error, MemoryError) or any(", "return False and any(", "no memory",
     ),
@@ -130,9 +139,11 @@ NEEDING = {
 @pytest.mark.parametrize("name", [*BUGS, *NEEDING])
 def test_the_nemesis_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     bug, out = {**BUGS, **NEEDING}[name], str(tmp_path / "out.jsonl")
+    if bug.finder.startswith("ray"):
+        pytest.importorskip("ray")
     words = [
         str(CAMPAIGN), "--mode", bug.finder, "--seeds", f"0:{SEEDS}", "--only", bug.only, "--out", out, "--first", "--shrink", "0",
-        "--most", "6" if not bug.only or bug.only in (*NETWORK, "corrupt", "clock", "full journal") else "2",
+        "--most", "6" if not bug.only or bug.only in (*NETWORK, "corrupt", "clock", "full journal", "freeze trainer") else "2",
     ]  # fmt: skip
     seeds = seeds_until_found(words, bug, tmp_path)
     assert 1 <= seeds <= SEEDS
