@@ -41,6 +41,7 @@ from step import MODELS, TINY, VOCAB
 from step_problem import Row, save, show
 from understudy.losses.objective import Objective
 from understudy.nn.determinism import keep_to_repeatable
+from understudy.policy import microbatch
 from understudy.policy.assemble import Assembler, MicroBatch
 from understudy.policy.forward import packed
 from understudy.policy.microbatch import Layout
@@ -144,8 +145,8 @@ def variants(cpu: bool) -> list[Variant]:
         Variant("default"),
         Variant("default once more, compiled code from the cache"),
         # 51 rows fit 32,768 tokens: five micro-batches, a sixth of one row, and attention in groups of 48 and 3.
-        Variant("48 rows a micro-batch, one attention group", micro=48 / 51.2),
-        Variant("43 rows a micro-batch, all alike", micro=43 / 51.2),
+        Variant("full micro-batches and a rest", around=_rest),
+        Variant("48 rows a micro-batch and a rest, one attention group", micro=48 / 51.2, around=_rest),
         Variant("micro-batches cut between passes", around=_cut_in_turn),
         Variant("micro-batches of twice the tokens", micro=2.0),
         Variant("fixed shapes", around=_fixed_shapes),
@@ -386,6 +387,13 @@ def _fixed_shapes() -> Iterator[None]:
 @contextmanager
 def _flash_only() -> Iterator[None]:
     with patch.object(packed, "takes_groups", lambda *words, **options: False):
+        yield
+
+
+@contextmanager
+def _rest() -> Iterator[None]:
+    """Micro-batches as full as they may be, and one of the rows that are left."""
+    with patch.object(microbatch, "balanced", lambda rows, lengths, parts: [list(rows)]):  # never fits
         yield
 
 

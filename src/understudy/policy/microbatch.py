@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from understudy.policy.cpu.lanes import spread
+from understudy.policy.cpu.lanes import balanced, spread
 
 
 class Layout(StrEnum):
@@ -31,7 +31,8 @@ def plan_microbatches(
     """Row indexes of each micro-batch, longest rows first (so that running out of memory shows at once).
 
     A micro-batch holds at most `max_tokens` tokens, padding included; a single longer row is a micro-batch
-    of its own. With several `lanes`, the micro-batches that run at the same time hold that many together, if
+    of its own. As few micro-batches as that allows, of about equal work: a last one of few tokens would cost the
+    host as much as a full one, and a GPU would wait for it. With several `lanes`, the micro-batches that run at the same time hold that many together, if
     there are enough rows.
     """
     if len(lengths) != len(keys):
@@ -56,4 +57,5 @@ def plan_microbatches(
         tokens = sum(own) if layout is Layout.PACKED else max(own) * len(own)
         return tokens * share <= max_tokens or len(own) == 1
 
-    return spread(groups, lengths, lanes, fits)
+    even = balanced(order, lengths, len(groups))
+    return spread(even if all(fits(part, 1) for part in even) else groups, lengths, lanes, fits)

@@ -52,3 +52,12 @@ def test_plan_refuses_nonsense() -> None:
         plan_microbatches([1], ["a"], 0)
     with pytest.raises(ValueError, match="1 lengths for 2 keys"):
         plan_microbatches([1], ["a", "b"], 5)
+
+
+def test_the_last_micro_batch_is_as_full_as_the_others() -> None:
+    """256 rows of 640 tokens: 51 fit, and five times 51 leave one row."""
+    keys = [f"k{index:03d}" for index in range(256)]
+    for layout in Layout:
+        plan = plan_microbatches([640] * 256, keys, 32_768, layout)
+        assert sorted(len(group) for group in plan) == [42, 42, 43, 43, 43, 43]
+    assert plan_microbatches([9, 9, 9], list("abc"), 18, Layout.PACKED) == [[0], [1, 2]]
