@@ -43,7 +43,7 @@ def try_schedule(
     mode = MODES[schedule.mode]
     server = trainer_server() if fork else None
     compared = mode.to_the_bit or mode.same_rows
-    place = (references or folder / "references") / schedule.mode.replace(" ", "-")
+    place = (references or folder / "alone") / schedule.mode.replace(" ", "-")
     expected = reference(schedule.mode, place, server) if compared else History()
     started = time.monotonic()
     trial = Trial(schedule, folder / "trial", server)
@@ -106,9 +106,11 @@ def main() -> int:
         print(summary(line for path in options.summary for line in read_results(path)))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of the schedule too
-    with tempfile.TemporaryDirectory(prefix="understudy-nemesis-") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="nem-"
+    ) as name:  # short, as paths of Ray's sockets have 107 bytes
         options.folder = (options.folder or Path(name)).resolve()
-        options.references = (options.references or options.folder / "references").resolve()
+        options.references = (options.references or options.folder / "alone").resolve()
         if options.schedule:
             found = _try(Schedule.from_dict(json.loads(options.schedule)), options)
             print(json.dumps(found, indent=1))

@@ -35,6 +35,7 @@ from understudy.observability.rundir import RunDir
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.wire import batch_from, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
+from understudy.serving.frames import FrameError
 from understudy.serving.http import Gate, answering, as_json, read_body
 from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
@@ -131,7 +132,10 @@ def app_of(commands: CriticCommands, token: str | None) -> ASGIApp:
     async def health(_: Request) -> Response:
         return as_json({"status": "ok"})
 
-    routes = [Route(PATH, answering(command), methods=["POST"]), Route("/health", answering(health))]
+    routes = [
+        Route(PATH, answering(command, (FrameError, 400, "frame")), methods=["POST"]),
+        Route("/health", answering(health)),
+    ]
     return Gate(Starlette(routes=routes), token)
 
 

@@ -23,6 +23,8 @@ WORKER_MODULE = "understudy.rollout.workers.process"
 _LIMIT = 1 << 24
 _CALL_SECONDS = 60.0
 _HELLO_SECONDS = 10.0
+_MOST_UNKNOWN = 64
+"""Connections without a `Hello` yet. A worker sends its own at once; beyond this many the oldest is closed."""
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
@@ -94,6 +96,8 @@ class WorkerListener:
         self._launch, self._dismiss, self._lives, self._token = launch, dismiss, lives, token
         self._server: asyncio.Server | None = None
         self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
+        self._unknown: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not said who they are, the oldest first."""
         self._address = ""
 
     async def listen(self, host: str) -> None:
@@ -118,11 +122,16 @@ class WorkerListener:
         return TcpWorker(reader, writer, pid, lambda: self._dismiss(index), lambda: self._lives(index))
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._unknown[writer] = None
+        if len(self._unknown) > _MOST_UNKNOWN:
+            next(iter(self._unknown)).transport.abort()
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 hello = await wire.read_hello(reader)
         except (TimeoutError, FrameError):
             hello = None
+        finally:
+            self._unknown.pop(writer)
         call = self._expected.get(hello.number) if hello is not None else None
         known = hello is not None and hmac.compare_digest(hello.token.encode(), self._token.encode())
         if call is None or call.done() or not known:

@@ -1,6 +1,9 @@
 """The line to a worker on another machine, where that machine goes without hanging up."""
 
 import asyncio
+import os
+
+import numpy as np
 
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import WorkerListener
@@ -34,6 +37,48 @@ def test_a_worker_that_is_known_to_be_gone_is_hung_up_on() -> None:
         assert "went away" in await line.ended()
         assert dismissed == [3], "what may be left of it is ended before others do its work"
         strangers[0].close()
+        await board.close()
+
+    asyncio.run(body())
+
+
+def test_strangers_are_hung_up_on_and_a_worker_gets_through_a_crowd_of_them() -> None:
+    async def body() -> None:
+        async def launch(number: int, address: str) -> int:
+            writers.append((await call(wire.frame(wire.Hello("secret", number))))[1])
+            return 4711
+
+        async def dismiss(number: int) -> None:
+            raise AssertionError(f"worker {number} was expected to come through")
+
+        async def call(said: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            host, _, port = board._address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(said)
+            return reader, writer
+
+        board = WorkerListener(launch, dismiss, lambda number: True, "secret")
+        await board.listen("127.0.0.1")
+        writers: list[asyncio.StreamWriter] = []
+        honest = wire.frame(wire.Hello("secret", 3))
+        chance = np.random.default_rng(0)
+        for _ in range(200):
+            frame = bytearray(honest)
+            for place in chance.integers(0, len(frame), 3):
+                frame[place] ^= int(chance.integers(1, 256))
+            reader, writer = await call(bytes(frame))
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+        files = len(os.listdir("/proc/self/fd"))
+        crowd = [await call(b"") for _ in range(300)]  # they say nothing
+        await asyncio.sleep(0.1)
+        assert len(os.listdir("/proc/self/fd")) < files + 300 + 80, "the listener keeps few of them"
+        line = await asyncio.wait_for(board.open(3), 5)
+        writers[0].write(wire.frame(wire.Ready()))
+        assert await asyncio.wait_for(wire.read_from_worker(line.reader), 5) is not None
+        for _, writer in crowd:
+            writer.transport.abort()
         await board.close()
 
     asyncio.run(body())
