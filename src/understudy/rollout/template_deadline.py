@@ -1,8 +1,12 @@
-"""A deadline for programs that come with a model: a chat template may loop for ever.
+"""Bounds for programs that come with a model: a chat template may loop for ever, or fill the memory.
 
 The sandbox of Jinja bounds what a template can reach, not how long it runs. `within` raises `TemplateTimeout` in the
 thread that renders, at its next step of Python; a single long call in C ends first. Seconds are those of the thread's
-own CPU time, so a process that was frozen, or shares a busy machine, loses no prompt. Memory is not bounded.
+own CPU time, so a process that was frozen, or shares a busy machine, loses no prompt.
+
+`TemplateTooLarge` is raised if the process grows by `TEMPLATE_BYTES` while a block computes. It grows for other reasons
+too, so only a block counts that used `_LONG_SECONDS` of CPU time meanwhile: an honest prompt takes milliseconds. A single
+operation that takes all the memory at once is not bounded.
 """
 
 from __future__ import annotations
@@ -14,17 +18,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 TEMPLATE_SECONDS = 10.0
 """For one prompt, or for the prompts of one batch. An honest template takes milliseconds."""
+TEMPLATE_BYTES = 1 << 30
+_LONG_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
 _DELIVERY_SECONDS = 0.5
 
 
-class TemplateTimeout(Exception):
-    """The template did not end in time."""
+class TemplateStopped(Exception):
+    """The template went beyond a bound."""
 
+
+class TemplateTimeout(TemplateStopped):
     def __str__(self) -> str:
         return f"it did not end within {TEMPLATE_SECONDS:g} s"
+
+
+class TemplateTooLarge(TemplateStopped):
+    def __str__(self) -> str:
+        return f"it took more than {TEMPLATE_BYTES >> 20} MB of memory"
 
 
 class _Watch:
@@ -37,6 +52,8 @@ class _Watch:
     def __init__(self) -> None:
         self._active: dict[int, tuple[float, int, int]] = {}
         """Deadline, clock and thread of each block under way."""
+        self._seen: dict[int, tuple[float, int]] = {}
+        """CPU time and bytes of the process when the thread first saw a block. Only the thread uses it."""
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -66,14 +83,23 @@ class _Watch:
     def _run(self) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
-            for number, (deadline, clock, thread) in list(self._active.items()):
+            active = list(self._active.items())
+            self._seen = {number: self._seen[number] for number, _ in active if number in self._seen}
+            for number, (deadline, clock, thread) in active:
                 try:
-                    late = time.clock_gettime(clock) >= deadline
+                    now = time.clock_gettime(clock)
                 except OSError:  # the thread has ended
                     self._active.pop(number, None)
                     continue
-                if late and self._active.pop(number, None) is not None:
-                    _raise_in(thread, TemplateTimeout)
+                error = TemplateTimeout if now >= deadline else self._too_large(number, now)
+                if error is not None and self._active.pop(number, None) is not None:
+                    _raise_in(thread, error)
+
+    def _too_large(self, number: int, now: float) -> type[TemplateStopped] | None:
+        size = psutil.Process().memory_info().rss
+        first, before = self._seen.setdefault(number, (now, size))
+        grown = size - before > TEMPLATE_BYTES and now - first > _LONG_SECONDS
+        return TemplateTooLarge if grown else None
 
 
 def _clock_of(thread: int) -> int:
@@ -93,11 +119,11 @@ _watch = _Watch()
 
 @contextmanager
 def within(seconds: float | None = None) -> Iterator[None]:
-    """Raises `TemplateTimeout` inside the block, or at its end, after this long."""
+    """Raises `TemplateStopped` inside the block, or at its end, once it is beyond a bound."""
     number = _watch.begin(TEMPLATE_SECONDS if seconds is None else seconds)
     try:
         yield
-    except TemplateTimeout:
+    except TemplateStopped:
         _watch.forget(number)
         raise
     except BaseException:

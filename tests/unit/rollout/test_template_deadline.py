@@ -1,10 +1,11 @@
-"""A chat template that does not end costs its prompt, and only a few seconds."""
+"""A chat template that does not end, or fills the memory, costs its prompt, and only a few seconds."""
 
 from __future__ import annotations
 
 import threading
 import time
 
+import psutil
 import pytest
 from chat_tokenizers import chat_tokenizer
 
@@ -15,6 +16,10 @@ from understudy.rollout.template_deadline import TemplateTimeout, within
 from understudy.types.prompt import Prompt
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+GROWING = """
+{%- set ns = namespace(x=['xxxxxxxxxx']) -%}
+{%- for i in range(99999) -%}{%- set ns.x = ns.x + ['x' * 50000 ~ i] -%}{%- endfor -%}
+"""
 ONE = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
 
 
@@ -35,6 +40,32 @@ def test_an_endless_chat_template_is_the_prompt_s_own_error() -> None:
     assert time.monotonic() - started < 5
     tokenizer.chat_template = honest
     assert "hello" in tokenizer.decode(renderer.render(ONE).tolist())
+
+
+def test_a_chat_template_that_fills_the_memory_is_the_prompt_s_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template_deadline, "TEMPLATE_SECONDS", 60.0)
+    monkeypatch.setattr(template_deadline, "TEMPLATE_BYTES", 200 << 20)
+    tokenizer = chat_tokenizer("chatml")
+    renderer = Renderer(tokenizer, context=500)
+    tokenizer.chat_template = GROWING
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(DataError, match=r"cannot be rendered .* it took more than 200 MB of memory"):
+        renderer.render(ONE)
+    assert psutil.Process().memory_info().rss - before < 2 << 30
+
+
+def test_a_process_that_grows_for_another_reason_costs_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_deadline, "TEMPLATE_BYTES", 100 << 20)
+    held: list[bytearray] = []
+    other = threading.Thread(target=lambda: held.append(bytearray(b"1") * (200 << 20)))
+    with within(20):
+        time.sleep(0.6)  # it waits for the processor
+        other.start()
+        time.sleep(0.6)
+    other.join()
+    assert len(held[0]) == 200 << 20
 
 
 def test_a_deadline_ends_nothing_after_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
