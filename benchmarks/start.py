@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from hardware import cpu_name, gpu_name
-from step_problem import Row, save, show
+from step_problem import Row, killed_at_the_end, save, show
 
 START_GOAL_S, END_GOAL_S, GPU_GOAL_S = 12.0, 120.0, 30.0
 _DEADLINE_S = 600.0
@@ -128,7 +128,7 @@ def parts_of_a_start(run: Path, recipe: Path, overrides: Sequence[str], limit: f
     lines: list[tuple[float, str]] = []
     reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
     reader.start()
-    try:
+    with killed_at_the_end(process):
         while not _has_a_step(run / "metrics.jsonl"):
             if process.poll() is not None or time.time() - begun > limit:
                 print(*(f"{at - begun:7.2f} {text}" for at, text in lines[-25:]), sep="\n", flush=True)
@@ -139,13 +139,6 @@ def parts_of_a_start(run: Path, recipe: Path, overrides: Sequence[str], limit: f
                 return {}
             time.sleep(0.02)
         end = time.time()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
     marks = [
         (at - begun, text) for at, text in lines if text.startswith(("run directory", "loading", "starting"))
     ]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -357,26 +358,36 @@ def _run(
             command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
         watched = psutil.Process(process.pid)
-        while process.poll() is None and time.monotonic() < deadline:
-            steps = steps_in.read_text().count("\n") if steps_in.exists() else 0
-            if steps not in spent:
-                spent[steps] = cpu_seconds(watched)
-            if steps >= enough:
-                process.kill()  # children of both systems end with their parent
-                process.wait()
-                return "", spent
-            time.sleep(_POLL_SECONDS)
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            return f"not finished after {timeout:.0f} s", spent
+        with killed_at_the_end(process):
+            while process.poll() is None and time.monotonic() < deadline:
+                steps = steps_in.read_text().count("\n") if steps_in.exists() else 0
+                if steps not in spent:
+                    spent[steps] = cpu_seconds(watched)
+                if steps >= enough:
+                    return "", spent
+                time.sleep(_POLL_SECONDS)
+            if process.poll() is None:
+                return f"not finished after {timeout:.0f} s", spent
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     failed = process.returncode != 0
     return f"exit code {process.returncode}: " + " | ".join(lines[-3:]) if failed else "", spent
+
+
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kills the process and all that it started when the block ends, also by an exception or by a SIGTERM to the benchmark:
+    a run left behind would hold the memory and the time of what is measured next."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("the benchmark was ended by SIGTERM"))
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        process.kill()
+        process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -41,7 +41,7 @@ from understudy.types.scores import ScoreItem, Signal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hardware import cpu_name, gpu_name
-from step_problem import Row, save, show, toml
+from step_problem import Row, killed_at_the_end, save, show, toml
 
 WITHIN = 0.05
 TOPK = 32
@@ -181,13 +181,14 @@ def _train(recipe: Mapping[str, Any], run: Path, options: argparse.Namespace) ->
     with log.open("w") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
         lines: list[dict[str, Any]] = []
-        while (
-            process.poll() is None and time.monotonic() - begun < options.limit and len(lines) < options.steps
-        ):
-            time.sleep(0.1)
-            lines = _lines(run / "metrics.jsonl")
-        process.kill()
-        process.wait()
+        with killed_at_the_end(process):
+            while (
+                process.poll() is None
+                and time.monotonic() - begun < options.limit
+                and len(lines) < options.steps
+            ):
+                time.sleep(0.1)
+                lines = _lines(run / "metrics.jsonl")
     lines = _lines(run / "metrics.jsonl")
     print(f"{run.name}: {len(lines)} steps in {time.monotonic() - begun:.0f} s", flush=True)
     notes = [

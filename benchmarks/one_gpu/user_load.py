@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hardware import cpu_name, gpu_name
-from step_problem import Row, save, show
+from step_problem import Row, killed_at_the_end, save, show
 
 MODES: dict[str, list[str]] = {
     "sync": ["trainer.mode=sync"],
@@ -112,17 +111,16 @@ def _run(
     with log.open("w") as sink, _Sampler() as sampler:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
         counting = False
-        while process.poll() is None and time.monotonic() - begun < options.limit:
-            done = _steps(metrics)
-            if not counting and done >= options.skip:
-                sampler.values.clear()
-                counting = True
-            if done >= options.steps:
-                break
-            time.sleep(0.05)
-        busy = list(sampler.values) if counting else []
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with killed_at_the_end(process):
+            while process.poll() is None and time.monotonic() - begun < options.limit:
+                done = _steps(metrics)
+                if not counting and done >= options.skip:
+                    sampler.values.clear()
+                    counting = True
+                if done >= options.steps:
+                    break
+                time.sleep(0.05)
+            busy = list(sampler.values) if counting else []
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if options.skip < line["step"] <= options.steps and "time/step" in line]
     print(f"{mode}: {len(lines)} counted steps in {time.monotonic() - begun:.0f} s", flush=True)

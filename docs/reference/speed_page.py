@@ -18,7 +18,8 @@ INTRO = """# Speed
 Written by `docs/reference/speed_page.py` from the files in `benchmarks/results`: the newest of each benchmark and machine. Every row is a goal, met or
 missed, beside a peer or a floor that was measured in the same run; rows without a goal are left out. A goal is open
 if the 95 % interval of a measurement lies on both sides of it. What was tried on the way, and why some goals
-are missed, stands in [experiments](experiments.md) and [fully async](async.md).
+are missed, stands in [experiments](experiments.md) and [fully async](async.md). `python benchmarks/one_gpu/suite.py`
+runs the benchmarks for one GPU one after another, in pieces that fit the time it is lent for.
 """
 
 

@@ -152,6 +152,9 @@ def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> RankGrou
         raise PolicyError(f"rank = {rank} of {size} ranks: expected 0 … {size - 1}")
     if device.startswith("cuda"):
         torch.cuda.set_device(rank_gpu(rank, device))
+        # Torch's watchdog would end this process with SIGABRT if another rank is lost. With 2 it ends the
+        # communicator alone, and the trainer starts the ranks again (`cluster.restarts.student`).
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     if device.startswith("cuda:"):
         # All ranks share this GPU. NCCL refuses that unless it takes them for ranks of different machines.
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"

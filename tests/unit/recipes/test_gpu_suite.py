@@ -1,0 +1,78 @@
+"""benchmarks/one_gpu/suite.py: tasks in their order, in pieces, and nothing left behind by one that is ended."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[3]
+SUITE = ROOT / "benchmarks" / "one_gpu" / "suite.py"
+
+
+def suite(folder: Path, tasks: str, *words: str) -> tuple[str, list[dict[str, object]]]:
+    (folder / "tasks.toml").write_text(tasks)
+    command = [
+        sys.executable,
+        str(SUITE),
+        "--tasks",
+        str(folder / "tasks.toml"),
+        "--out",
+        str(folder / "out"),
+        *words,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [
+        json.loads(line) for line in (folder / "out" / "tasks.jsonl").read_text().splitlines()
+    ]
+
+
+def task(name: str, code: str, seconds: float = 60, needs: str = "[]") -> str:
+    return f"[[task]]\nname = {name!r}\ncommand = '''{{python}} -c {shlex.quote(code)}'''\nseconds = {seconds}\nneeds = {needs}\n"
+
+
+def test_ended_tasks_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> None:
+    tasks = (
+        task("well", "print(1)")
+        + task("failing", "raise SystemExit(3)")
+        + task("later", "", needs='["not/there"]')
+    )
+    said, lines = suite(tmp_path, tasks)
+    assert [(line["name"], line["code"]) for line in lines] == [("well", 0), ("failing", 3)]
+    assert "later: not run, needs not/there" in said
+    assert (tmp_path / "out" / "well.log").read_text() == "1\n"
+    _, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["well", "failing", "failing"]
+
+
+def test_a_task_past_its_seconds_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+time.sleep(600)
+"""
+    said, (line,) = suite(tmp_path, task("long", code, seconds=3))
+    assert line["code"] is None and "long: past its seconds, killed" in said
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child of a killed task lives"
+        time.sleep(0.05)
+
+
+def test_the_projects_own_tasks_name_files_that_exist() -> None:
+    sys.path.append(str(SUITE.parent))
+    from suite import read_tasks
+
+    for one in read_tasks(SUITE.with_name("suite.toml")):
+        words = shlex.split(one.command)
+        scripts = [
+            word
+            for word in words
+            if word.endswith(".py") or (word.endswith(".toml") and "models" not in word)
+        ]
+        assert all((ROOT / script).exists() for script in scripts), one.name
