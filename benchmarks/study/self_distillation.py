@@ -1,10 +1,12 @@
 """A student that is its own teacher, in each version of its weights: what it learns, and where it collapses.
 
     python recipes/self-distillation/brief.py
-    python benchmarks/study/self_distillation.py recipes/self-distillation/smollm2.toml --model FOLDER --runs DIR [KEY=VALUE …]
+    python benchmarks/study/self_distillation.py recipes/self-distillation/smollm2.toml [KEY=VALUE …] \\
+        --model FOLDER --runs DIR --cases start live ema 4 live,trainer.learning_rate=4e-4
 
-Runs `understudy train` for every version and seed, one after the other; a finished run in DIR is read, not repeated. The result file has the held-out
-reward at the start and at the end, and length, entropy and KL of the first and of the last steps; the advisories are printed.
+Runs `understudy train` for every case and seed, one after the other; a finished run in DIR is read, not repeated. A case is a version of the teacher,
+with settings of its own behind commas. The result file has the held-out reward at the start and at the end, and reward, length, entropy and KL of the
+first and of the last steps; the advisories are printed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from step_problem import Row, save
 END = 3
 """Steps at each end of a run over which a metric is averaged."""
 SHOWN = {
+    "critic/score/mean": "share",
     "response_length/mean": "tokens",
     "response_length/clip_ratio": "share",
     "actor/entropy": "nats",
@@ -39,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--versions", nargs="+", default=["start", "live", "ema", "4"])
+    parser.add_argument("--cases", nargs="+", default=["start", "live", "ema", "4"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run directories")
     parser.add_argument("--out", type=Path, help="folder of the result file")
@@ -52,19 +55,24 @@ def main() -> None:
     )
     rows: list[Row] = []
     for seed in options.seeds:
-        for version in options.versions:
-            run = options.runs / f"{version}-{seed}"
+        for case in options.cases:
+            version, *settings = case.split(",")
+            run = options.runs / f"{case}-{seed}"
             if not (run / "report.html").exists():
-                train(options, teacher, version, seed, run)
-            rows += measured(run, f"{options.recipe.stem}, version {version}, seed {seed}")
+                train(options, teacher, version, seed, run, settings)
+            rows += measured(
+                run, ", ".join((options.recipe.stem, f"version {version}", *settings, f"seed {seed}"))
+            )
             for one in advisories_of(RunDir(run)):
                 print(f"{run.name}: {one}")
     save("self_distillation", gpu_name() if torch.cuda.is_available() else cpu_name(), rows, options.out)
 
 
-def train(options: argparse.Namespace, teacher: str, version: str, seed: int, run: Path) -> None:
+def train(
+    options: argparse.Namespace, teacher: str, version: str, seed: int, run: Path, settings: list[str]
+) -> None:
     given = version if version.isdecimal() else json.dumps(version)
-    settings = (
+    own = (
         f"student.model={options.model}",
         f"teachers.{teacher}.version={given}",
         f"run.seed={seed}",
@@ -76,8 +84,9 @@ def train(options: argparse.Namespace, teacher: str, version: str, seed: int, ru
         "understudy",
         "train",
         str(options.recipe),
-        *settings,
+        *own,
         *options.overrides,
+        *settings,
     ]
     subprocess.run(command, check=True)
 

@@ -19,14 +19,17 @@ the heart, a battery, a forest, paper, a telescope, the Roman Empire, a bee, a c
 tea, a clock, glass, a river delta, the printing press, a camera, wool, an elevator, cheese, the stock market, a lighthouse, rice"""
 HELD_OUT = 8
 """Topics of the held-out questions."""
+FEWEST_WORDS = 4
 
 _END = re.compile(r"[.!?](?=\s|$)")
 
 
 def one_sentence(row: Mapping[str, Any], text: str) -> float:
-    """1.0 if the text is one sentence and ends with its mark; an answer that was cut off does not."""
+    """1.0 if the text is one sentence of some words and ends with its mark; an answer that was cut off does not. A
+    mark alone is none: a student whose teacher follows it can come to write nothing else."""
     text = text.strip()
-    return float("\n" not in text and [end.end() for end in _END.finditer(text)] == [len(text)])
+    ends = [end.end() for end in _END.finditer(text)]
+    return float("\n" not in text and ends == [len(text)] and len(text.split()) >= FEWEST_WORDS)
 
 
 def main() -> None:
