@@ -95,4 +95,11 @@ def _ready(server: ForkServer) -> bool:
 def _environment() -> dict[str, str]:
     path = [str(Path(__file__).with_name("shim")), str(_TESTS / "e2e"), os.environ.get("PYTHONPATH", "")]
     preloaded = {"LD_PRELOAD": library} if (library := flush_library()) else {}
-    return {"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN, "PYTHONPATH": os.pathsep.join(path), **preloaded}
+    return {
+        "OMP_NUM_THREADS": "1",
+        TOKEN_VARIABLE: TOKEN,
+        "PYTHONPATH": os.pathsep.join(path),
+        # On x86-64 pyarrow's allocator starts a thread as it is imported, and a process with threads is not forked.
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+        **preloaded,
+    }
