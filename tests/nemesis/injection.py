@@ -42,17 +42,19 @@ class Injector:
         self._lasting: list[tuple[float, Callable[[], None]]] = []
 
     def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
-        """Returns whom it hit, and how; None if its process, or what it damages, is not there yet."""
+        """Returns whom it hit, and how; None if its process, or what it damages, is not there yet or no longer."""
         target = _target(fault, trainer)
         if target is None or (fault.kind == "corrupt" and len(self._checkpoints()) < 2):
             return None
+        if fault.kind in ("tear", "corrupt"):
+            return "kill" if self._kill_and_damage(fault, trainer) else None
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
         if fault.kind in ("failing fsync", *PRELOADED, "full disk"):
             return DISK  # a slow one must end no launch
         if fault.kind == MEMORY:
             return NO_MEMORY
-        if fault.kind in ("everything", "tear", "corrupt"):
+        if fault.kind == "everything":
             return "kill"
         return fault.kind if fault.role == "trainer" else f"{fault.kind} {fault.role}"
 
@@ -66,10 +68,6 @@ class Injector:
             for one in [trainer, *trainer.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
-        elif fault.kind in ("tear", "corrupt"):
-            trainer.kill()
-            trainer.wait()
-            (self._tear if fault.kind == "tear" else self._corrupt)(random.Random(fault.which))
         elif fault.kind == "full disk":
             _, hard = target.rlimit(psutil.RLIMIT_FSIZE)
             target.rlimit(psutil.RLIMIT_FSIZE, (_FULL_AT[fault.which % len(_FULL_AT)], hard))
@@ -108,6 +106,15 @@ class Injector:
         fresh = self.shim.with_suffix(".new")
         fresh.write_text(json.dumps({**told, **wrong}))
         fresh.replace(self.shim)
+
+    def _kill_and_damage(self, fault: Fault, trainer: psutil.Popen) -> bool:
+        """False if the trainer had ended by itself: no writer died, so nothing may be half-written."""
+        with suppress(psutil.NoSuchProcess):
+            trainer.kill()
+        if trainer.wait() != -signal.SIGKILL:
+            return False
+        (self._tear if fault.kind == "tear" else self._corrupt)(random.Random(fault.which))
+        return True
 
     def _tear(self, chance: random.Random) -> None:
         """What a writer leaves that dies in the middle of a write."""

@@ -257,6 +257,19 @@ def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(
     assert processes_of(tmp_path) == []
 
 
+def test_files_of_a_trainer_that_ended_by_itself_are_not_torn(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (metrics := tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    injector = Injector(tmp_path, None)
+    with psutil.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+        assert injector.inject(Fault("tear"), ended) is None
+    assert metrics.read_text() == '{"step": 1}\n'
+    with psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as killed:
+        assert injector.inject(Fault("tear"), killed) == "kill"
+    assert metrics.read_text() != '{"step": 1}\n'
+
+
 def answering(body: bytes) -> tuple[http.server.ThreadingHTTPServer, Proxy]:
     """A server that answers every request with this body, and a proxy before it."""
 
