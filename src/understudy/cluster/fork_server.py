@@ -43,8 +43,9 @@ loop."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _POLL_SECONDS = 0.01
 _LAST_WORD_SECONDS = 3.0
-"""How long after a child's death the fork server may take to report its exit code; a stopped server never
-does."""
+"""How long after a child's death a stopped fork server may take to report its exit code."""
+_BUSY_SECONDS = 60.0
+"""The same for one that runs. On a busy machine it may get no time for seconds."""
 
 
 class ChildProcess(Protocol):
@@ -131,7 +132,8 @@ class ForkServer:
                 self._say({"bury": pid})
             elif not _lives(pid):
                 waited = time.monotonic() - self._dead_since.setdefault(pid, time.monotonic())
-                if self._ended or waited > _LAST_WORD_SECONDS:
+                patience = _LAST_WORD_SECONDS if _state(self._process.pid) in "TtZX" else _BUSY_SECONDS
+                if self._ended or waited > patience:
                     return -signal.SIGKILL  # the fork server cannot report it any more
             return code
 
@@ -247,8 +249,12 @@ def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lives(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _state(pid: int) -> str:
+    """A letter, as in /proc: T stopped, Z ended and not waited for, X gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return "X"

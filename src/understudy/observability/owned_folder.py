@@ -2,7 +2,8 @@
 
 The owner holds a lock on a file inside. The kernel releases it when the process ends, kill -9 included, in
 any container or pid namespace. So what a killed run left in /dev/shm is removed by its last engine process,
-or by the next run.
+or by the next run. Processes may be killed while they create or remove a folder, too: the file is the last
+that is removed, and a folder that has no such file yet is removed if there is nothing else in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _MARK = ".owner"
+_NEW_MARK = f"{_MARK}.new"
+"""The mark until its owner has locked it."""
 
 
 class OwnedFolder:
@@ -30,21 +33,48 @@ class OwnedFolder:
         folder = Path(tempfile.gettempdir()) if parent is None else parent
         if tidy:
             remove_abandoned(folder, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
-        # Locked before it gets its name: no process ever finds the file without its owner's lock.
-        file = os.open(self.path / f"{_MARK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: other processes cannot lock it either, so they never see it as abandoned
-            fcntl.flock(file, fcntl.LOCK_EX)
-        (self.path / f"{_MARK}.new").rename(self.path / _MARK)
-        self._file: int | None = file
+        self._file: int | None = None
+        while self._file is None:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+            self._file = _own(self.path)
 
     def close(self) -> None:
         if self._file is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._file)
             self._file = None
+
+
+def _own(folder: Path) -> int | None:
+    """The locked mark of a new folder; None if another process took the folder for an abandoned one."""
+    try:
+        file = os.open(folder / _NEW_MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(OSError):
+        # Fails on a file system without locks: other processes cannot lock it either, so they never see the
+        # folder as abandoned.
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        # Locked before it gets its name: no process ever finds the mark without its owner's lock.
+        (folder / _NEW_MARK).rename(folder / _MARK)
+    except FileNotFoundError:
+        os.close(file)
+        return None
+    return file
+
+
+def _remove(folder: Path) -> None:
+    """The mark last: whoever is killed meanwhile leaves a folder that the next process can remove."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name in (_MARK, _NEW_MARK):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_if_abandoned(folder: Path, first: Callable[[Path], object] | None = None) -> None:
@@ -53,7 +83,7 @@ def remove_if_abandoned(folder: Path, first: Callable[[Path], object] | None = N
         if free:
             if first is not None:
                 first(folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             logger.info("removed %s, which its owner left behind", folder)
 
 
@@ -68,9 +98,19 @@ def remove_abandoned(parent: Path, prefix: str, first: Callable[[Path], object] 
 
 @contextlib.contextmanager
 def _lock_of(folder: Path) -> Iterator[bool]:
-    """Yields whether the folder has no owner; holds its lock meanwhile."""
+    """Yields whether the folder has no owner; holds its lock meanwhile. Removes one without a mark that is empty."""
+    name = _MARK
+    if folder.is_symlink():
+        yield False
+        return
+    with contextlib.suppress(OSError):
+        inside = os.listdir(folder)
+        if not inside:
+            os.rmdir(folder)
+        elif inside == [_NEW_MARK]:
+            name = _NEW_MARK
     try:
-        file = os.open(folder / _MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         yield False
         return

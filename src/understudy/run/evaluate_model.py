@@ -72,7 +72,7 @@ async def evaluate_model(
     reward_name = reward or (recipe.data.reward if recipe else None)
     assert source is not None and reward_name is not None
     view = view or LiveView(0, enabled=False)
-    scratch = TemporaryDirectory(prefix="understudy-media-")
+    scratch = TemporaryDirectory(prefix="understudy-eval-")
     with view.work(f"loading {recipe.student.model if recipe else model}"):
         student = _student_of(recipe.student) if recipe else load_model(model)
     media = RunDir.open(folder).media if recipe else Path(scratch.name)

@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -168,6 +170,19 @@ def test_the_end_of_a_child_is_seen_although_its_fork_server_stands_still(
         await processes.close()
 
     asyncio.run(scenario())
+
+
+def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
+    own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three seconds without time on a busy machine, an exit code of 2 was told as a SIGKILL."""
+    monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(own, "_hear", lambda: None)  # it has said nothing yet
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert [own.code_of(gone.pid), own.code_of(gone.pid)] == [None, None]
+    own._codes[gone.pid] = 2
+    assert own.code_of(gone.pid) == 2
 
 
 def test_a_fork_server_that_does_not_get_ready_is_not_waited_for_for_ever(

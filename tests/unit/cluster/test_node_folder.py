@@ -58,12 +58,15 @@ def test_what_a_killed_supervisor_left_is_removed_and_what_a_living_one_has_is_n
 def test_what_has_no_mark_and_what_only_points_somewhere_is_left_alone(tmp_path: Path) -> None:
     unmarked = tmp_path / f"{PREFIX}unmarked"
     unmarked.mkdir()
+    (unmarked / "file").touch()
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / ".owner").touch()
+    (precious / "file").touch()
     (tmp_path / f"{PREFIX}link").symlink_to(precious)
     marked = tmp_path / f"{PREFIX}marked"
     marked.mkdir()
     (marked / ".owner").symlink_to(precious / ".owner")
     remove_abandoned(tmp_path, PREFIX)
-    assert unmarked.exists() and (precious / ".owner").exists() and marked.exists()
+    assert unmarked.exists() and marked.exists()
+    assert (precious / ".owner").exists() and (precious / "file").exists()

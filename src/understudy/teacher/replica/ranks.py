@@ -24,7 +24,7 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
     if world < 1:
         raise TeacherError(f"--tensor-parallel {world}: expected at least 1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    with tempfile.TemporaryDirectory(prefix="understudy-teacher-") as folder:
+    with tempfile.TemporaryDirectory(prefix="understudy-parts-") as folder:
         shared = [*arguments, "--world-size", str(world), "--rendezvous", f"file://{folder}/meet"]
         read_end, write_end = os.pipe()
         os.set_inheritable(read_end, True)
