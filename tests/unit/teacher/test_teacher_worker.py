@@ -1,6 +1,7 @@
 """The thread that scores: merged requests come apart again, bad ones fail alone, gone ones are skipped."""
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -119,3 +120,32 @@ def test_a_request_whose_caller_left_is_not_scored(scorer: Scorer) -> None:
     assert futures[2].result(60)
     worker.stop()
     assert worker.counts.requests == 2 and worker.counts.waiting_requests == 0
+
+
+@pytest.mark.parametrize("batching", RequestBatching)
+def test_small_requests_are_served_between_the_parts_of_a_large_one(
+    qwen3: Path, batching: RequestBatching
+) -> None:
+    """Each reply has the bits it has alone, and the large one is not put off for ever."""
+    scorer = Scorer("t", load_frozen(str(qwen3)), ScorerOptions(max_batch_tokens=512))
+    large = [request_of(random_items(200, seed)) for seed in (50, 51)]
+    small = [request_of(random_items(2, seed, Signal.TOPK, 4)) for seed in range(150)]
+    alone = [scorer.score(request) for request in (*large, *small)]
+    worker = ScoringWorker(scorer, batching)
+    order: list[str] = []
+
+    def submit(request: ScoreRequest, name: str) -> Future[ScoreReply]:
+        future = worker.submit(request)
+        future.add_done_callback(lambda _: order.append(name))
+        return future
+
+    futures = [submit(request, "large") for request in large]
+    futures += [submit(request, "small") for request in small]
+    worker.start()
+    for expected, future in zip(alone, futures, strict=True):
+        assert_equal(expected, future.result(60), 0.0 if batching is RequestBatching.BY_REQUEST else 1e-5)
+    worker.stop()
+    first = order.index("large")
+    assert 0 < first < 150, "small ones need not wait for it, nor it for all of them"
+    assert worker.counts.waiting_requests == worker.counts.waiting_tokens == 0
+    assert worker.counts.requests == 152

@@ -37,6 +37,8 @@ class LockstepScorer(Scorer):
     On rank 0 `ScoringWorker` calls it; on the remaining ranks `follow` runs it on the main thread.
     """
 
+    in_lockstep = True
+
     def __init__(
         self,
         name: str,

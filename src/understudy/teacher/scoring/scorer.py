@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +98,9 @@ class Scorer:
     On a CPU several threads may call it once it is warmed up; on a GPU one thread.
     """
 
+    in_lockstep = False
+    """Whether other ranks make the same forwards in the same order."""
+
     def __init__(
         self,
         name: str,
@@ -116,6 +119,8 @@ class Scorer:
             places = frozen.pictures.processor.placeholder_ids
             usable = (usable or UsableIds(self.head.vocab)).without(places)
         self.usable = usable.within(self.head.vocab) if usable is not None else None
+        self.between: Callable[[], None] | None = None
+        """Called between two parts of a request that has several; may score other requests."""
         self.version = -1
         """The version of the weights; −1: those that were loaded."""
         self.body = Body(
@@ -138,6 +143,10 @@ class Scorer:
     def score(self, request: ScoreRequest) -> ScoreReply:
         """Score every sequence of the request; the result depends on the request alone."""
         return self.finish(self.begin(request))
+
+    def is_large(self, request: ScoreRequest) -> bool:
+        """Whether it is scored in several parts."""
+        return len(request.tokens_T) > self.options.max_batch_tokens
 
     @torch.inference_mode()
     def begin(self, request: ScoreRequest) -> QueuedRequest:
@@ -205,6 +214,8 @@ class Scorer:
         scored_rows = [row for row in group.rows if counts_N[row]]
         parts = []
         for batch in self.body.plan(request, scored_rows, lengths_N):
+            if self.between is not None and self.is_large(request):
+                self.between()
             rows = batch.rows
             wanted = ragged_ranges(starts_N[rows], counts_N[rows])
             places = ragged_ranges(place_N[rows], counts_N[rows])
