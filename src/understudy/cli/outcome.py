@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from understudy.observability.advisories.gather import advisories_of
+from understudy.observability.redact import printable
 from understudy.observability.report import accuracy_table, is_share, mean_reward, note_of, teachers_measured
 from understudy.observability.rundir import RunDir, read_json
 from understudy.run.outcome import RunOutcome
@@ -32,17 +34,17 @@ def finish(run: RunOutcome) -> int:
                 "–" if entry[key] is None else mean_reward(entry[key], share or key not in rewards)
                 for key in keys
             ]
-            view.add_row(entry["source"], *figures)
+            view.add_row(Text(printable(entry["source"])), *figures)
         console.print(view)
         if not teachers_measured(table) and read_json(RunDir(run.dir).recipe)["teachers"]:
             console.print(
                 "teachers were not measured; trainer.eval_teachers = true does that", highlight=False
             )
     for advisory in advisories_of(RunDir(run.dir)):
-        console.print(f"{advisory.level:<7} {advisory}", highlight=False, soft_wrap=True)
+        console.print(f"{advisory.level:<7} {printable(str(advisory))}", highlight=False, soft_wrap=True)
     note = note_of(RunDir(run.dir))
     if note:
-        console.print(f"note    {note}", highlight=False, soft_wrap=True)
+        console.print(f"note    {printable(note)}", highlight=False, soft_wrap=True)
     console.print(f"run     {run.dir}", highlight=False, markup=False, soft_wrap=True)
     if state["status"] == "stopped":
         console.print(

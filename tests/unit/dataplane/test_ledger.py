@@ -189,3 +189,17 @@ def test_the_audit_needs_no_torch(run_dir: Path) -> None:
         [sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)[:2] == [True, False]
+
+
+def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
+        await plane.issue("train", ["0_0_0"], step=1)
+        await plane.dead_letter("train", "0_0_0", "wrong \x1b[2J[/b]")
+        await plane.close()
+
+    asyncio.run(body())
+    (tmp_path / "recipe.json").write_text("{}")
+    assert main(["audit", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b[2J" not in said and "wrong \\x1b[2J[/b]" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.observability.redact import printable
 from understudy.observability.rundir import RunDir
 
 EXAMPLE = "understudy audit runs/RUN"
@@ -21,12 +22,12 @@ def run(options: argparse.Namespace) -> int:
 
     report = audit(RunDir.open(options.run).path)
     console = Console()
-    console.print(str(report), highlight=False, soft_wrap=True)
+    console.print(printable(str(report)), highlight=False, markup=False, soft_wrap=True)
     kinds: dict[str, list[tuple[str, int]]] = {}
     for reason, count in report.reasons.items():
         kinds.setdefault(reason.partition(":")[0], []).append((reason, count))
     for alike in kinds.values():  # rows are named in reasons: one example of each kind
         example = alike[0][0] if len(alike) == 1 else f"{alike[0][0]} (the first of {len(alike)} reasons)"
         total = sum(count for _, count in alike)
-        console.print(f"{total} × {example}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{total} × {printable(example)}", highlight=False, markup=False, soft_wrap=True)
     return 0 if report.balanced else 1

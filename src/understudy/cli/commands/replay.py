@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.observability.redact import printable
 from understudy.observability.rundir import RunDir
 
 EXAMPLE = "understudy replay runs/RUN"
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     say(f"refused    {found.refused.reason}")
     say(

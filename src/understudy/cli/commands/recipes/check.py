@@ -9,6 +9,7 @@ from rich.console import Console
 
 from understudy.cli.reading import checked_recipe
 from understudy.config.checks.capacity import capacity_notes
+from understudy.observability.redact import printable
 from understudy.planning.objective import describe
 from understudy.planning.preflight import Findings
 
@@ -33,6 +34,6 @@ def run(options: argparse.Namespace) -> None:
         findings.notes.append(length)
     capacity = capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)
     for note in (*objective.notes, *capacity, *findings.notes):
-        console.print(f"note       {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"note       {printable(note)}", highlight=False, markup=False, soft_wrap=True)
     but = " as far as it could be checked (see the notes)" if findings.unreached else ""
     console.print(f"the recipe is sound{but}; `understudy plan` shows what it would start", highlight=False)
