@@ -67,6 +67,9 @@ TROUBLE: dict[str, RunFacts] = {
             **dict.fromkeys(("actor/loss", "actor/distillation/loss"), 1.5 / step**2),
         }
     ),
+    "answers_vanish": facts(
+        lambda step: {"rollout/teacher_version/max": float(step), "response_length/mean": 32.0 / step}
+    ),
     "overlap_falls": facts(lambda step: {"actor/distillation/student_mass": 0.9 - 0.4 * step / STEPS}),
     "kl_above_start": facts(
         lambda step: {

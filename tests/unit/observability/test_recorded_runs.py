@@ -53,6 +53,8 @@ SPOKEN: dict[str, set[str]] = {
     "slow_disk": {"checkpoints_slow"},
     "small_disk": {"disk_low"},
     "failing_reward": {"dead_letters"},
+    # Asked for brevity as a teacher, it comes to write a lone full stop.
+    "live_brief": {"answers_vanish"},
 }
 
 

@@ -28,6 +28,8 @@ ENTROPY_FELL, STILL_APART = 0.25, 0.75
 """Entropy fell to a quarter while the KL is still above three quarters of its start."""
 AGREED, REWARD_FELL = 0.1, 0.5
 """Last steps over the first step: the KL to a teacher that follows the student fell to a tenth, the reward to a half."""
+LENGTH_FELL = 1 / 3
+"""Last steps over the first step: answers under a teacher that follows the student."""
 MASS_FELL = 0.1
 """Fall of the student's probability on the teacher's candidates, or of the teacher's on the student's; absolute."""
 TEACHER_BELOW = 0.05
@@ -199,8 +201,7 @@ def agreed_on_nothing(facts: RunFacts) -> Iterator[Advisory]:
     """A student and a teacher with its own weights can agree by forgetting what the teacher's prompt says. Against the first
     step: it happens within ten."""
     keys = ("actor/distillation/loss", "critic/score/mean")
-    versions = facts.history.get("rollout/teacher_version/max").values
-    if len(versions) < 2 * WINDOW or versions[-1] <= versions[0] or not all(map(facts.history.get, keys)):
+    if not _teacher_follows(facts) or not all(map(facts.history.get, keys)):
         return
     (apart, agreed), (reward, got) = (
         (one.values[0], median(one.last(WINDOW))) for one in map(facts.history.get, keys)
@@ -211,6 +212,23 @@ def agreed_on_nothing(facts: RunFacts) -> Iterator[Advisory]:
             f"KL {apart:.3g} → {agreed:.3g}, reward {reward:.3g} → {got:.3g}, {_steps(facts, keys[0])}",
             "Set teachers.NAME.version = \"start\", whose target does not move, or lower trainer.learning_rate; read some answers.",
             keys,
+        )  # fmt: skip
+
+
+@rule
+def answers_vanish(facts: RunFacts) -> Iterator[Advisory]:
+    """A teacher that is asked for brevity and follows the student asks for more of it with each publish. A frozen one does not."""
+    key = "response_length/mean"
+    lengths = facts.history.get(key)
+    if not _teacher_follows(facts) or not lengths:
+        return
+    first, last = lengths.values[0], median(lengths.last(WINDOW))
+    if last < LENGTH_FELL * first:
+        yield Advisory(
+            "answers_vanish", "warning", "Answers shrink under a teacher that follows the student",
+            f"mean length {first:.0f} → {last:.0f} tokens, {_steps(facts, key)}",
+            "Read some answers; set teachers.NAME.version = \"start\", whose target does not move, or lower trainer.learning_rate.",
+            (key,),
         )  # fmt: skip
 
 
@@ -430,6 +448,11 @@ def _unread(history: History, share: float) -> str:
     rows = sum(history.get("rollout/rows").last(WINDOW))
     counted = f"{(1 - share) * rows:.0f} of {rows:.0f} answers, " if rows else "mean of "
     return f"{counted}the last {WINDOW} steps"
+
+
+def _teacher_follows(facts: RunFacts) -> bool:
+    versions = facts.history.get("rollout/teacher_version/max").values
+    return len(versions) >= 2 * WINDOW and versions[-1] > versions[0]
 
 
 def _steps(facts: RunFacts, key: str) -> str:
