@@ -99,6 +99,21 @@ def test_mixtures_of_remote_rows_are_mixed_by_the_trainer(cluster: Any, tmp_path
 
 
 @HEAD
+def test_teachers_that_follow_the_student_score_remote_rows_after_prompts_of_their_own(
+    cluster: Any, tmp_path: Path
+) -> None:
+    own = {"model": "student", "prompt": "{{ answer }}{{ prompt }}"}
+    teachers = {
+        "add": {**own, "key": "add", "version": "live"},
+        "sort": {**own, "key": "sort", "version": "ema"},
+    }
+    trainer = {"batch_size": ROWS, "ema_decay": 0.5}
+    here, there = both(cluster, tmp_path, teachers, loss={"topk": 40}, trainer=trainer)
+    for run in (here, there):
+        assert [line["rollout/teacher_version/max"] for line in lines(run)] == [0, 1]
+
+
+@HEAD
 def test_all_of_it_at_once_row_by_row_in_a_fully_async_run(cluster: Any, tmp_path: Path) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=4, object_store_memory=STORE)

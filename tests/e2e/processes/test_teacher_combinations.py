@@ -1,0 +1,243 @@
+"""Kinds of teachers together with faults and schedules that their own tests do not have: bits against a quiet run."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from other_teacher import write_other_teacher
+from safetensors.torch import load_file
+from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
+from transformers import AutoModelForCausalLM
+
+import understudy
+from understudy.dataplane.kept_rows import read_columns
+from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import without_clock
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Make = Callable[..., dict[str, Any]]
+MODELS = ASSETS / "models"
+STUDENT = str(MODELS / "student")
+VOCABULARY = json.loads((MODELS / "student" / "config.json").read_text())["vocab_size"]
+STEPS = 4
+TOLD = "{{ answer }}{{ prompt }}"
+ASYNC = {"trainer__mode": "fully_async", "trainer__max_staleness": 0}
+FROZEN = {
+    name: {"model": str(MODELS / f"teacher-{name}"), "key": name, "prompt": TOLD} for name in ("add", "sort")
+}
+FOLLOWING = {
+    "add": {"model": "student", "version": "live", "key": "add", "prompt": TOLD},
+    "sort": {"model": "student", "version": "ema", "key": "sort", "prompt": TOLD},
+}
+
+
+@pytest.fixture
+def small(train_rows: Path, tmp_path: Path) -> Make:
+    """Tables of a run that starts its teachers itself."""
+
+    def make(name: str, teachers: dict[str, Any], **more: Any) -> dict[str, Any]:
+        table: dict[str, Any] = {
+            "student": {"model": STUDENT},
+            "teachers": {key: dict(teacher) for key, teacher in teachers.items()},
+            "loss": {"topk": 8},
+            "rollout": {"max_new_tokens": 8, "max_batch": 8},
+            "data": {
+                "train": str(train_rows),
+                "reward": "understudy.rollout.rewards.builtin:exact_match",
+            },
+            "trainer": {"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": 2},
+            "run": {"dir": str(tmp_path / name), "threads": 1, "keep_rows": 1 << 22},
+        }
+        if any(teacher.get("version") == "ema" for teacher in teachers.values()):
+            table["trainer"]["ema_decay"] = 0.5
+        for path, value in more.items():
+            *sections, key = path.split("__")
+            place = table
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = value
+        return table
+
+    return make
+
+
+def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+    lines = [without_clock(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{name: value for name, value in line.items() if not name.startswith("async/")} for line in lines]
+    return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
+
+
+def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
+    return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
+
+
+def quiet(table: dict[str, Any]) -> Path:
+    return understudy.train(table, progress=False).dir
+
+
+def killed_and_resumed(
+    table: dict[str, Any], fault: str, also: Callable[[Command, Path], None] | None = None
+) -> Path:
+    run = Path(table["run"]["dir"])
+    path = write_toml(run.with_suffix(".toml"), table)
+    process = start_cli("train", str(path), "--quiet", fault=fault)
+    try:
+        if also:
+            also(process, run)
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGKILL, output
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    assert audit(run).balanced
+    return run
+
+
+def kill_replica(name: str) -> Callable[[Command, Path], None]:
+    """Kills one replica of the run as soon as it has answered for a step."""
+
+    def kill(process: Command, run: Path) -> None:
+        deadline = time.monotonic() + 200
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        ready = str(run / "logs" / f".teacher-{name}.ready")
+        (replica,) = [one for one in psutil.process_iter(["cmdline"]) if ready in (one.info["cmdline"] or ())]
+        replica.kill()
+
+    return kill
+
+
+def logprobs(model: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [P, V] of a plain forward pass."""
+    loaded = AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits = loaded(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    return torch.log_softmax(logits, -1).numpy()[positions - 1]
+
+
+@pytest.mark.parametrize(
+    ("teachers", "weights"),
+    [
+        pytest.param(FROZEN, None, id="frozen"),
+        pytest.param(FOLLOWING, None, id="following"),
+        pytest.param({**FOLLOWING, "sort": FROZEN["sort"]}, {"add": 0.25, "sort": 0.75}, id="mixture"),
+    ],
+)
+def test_own_prompts_in_an_async_run_that_loses_a_replica_and_then_its_trainer(
+    small: Make, train_rows: Path, tmp_path: Path, teachers: dict[str, Any], weights: dict[str, float] | None
+) -> None:
+    rows = [json.loads(line) for line in train_rows.read_text().splitlines()[:64]]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps({**row, "teacher_weights": weights}) + "\n" for row in rows))
+    calm = quiet(small("calm", teachers, data__train=str(mixed)))
+    table = small("killed", teachers, **ASYNC, data__train=str(mixed))
+    run = killed_and_resumed(table, "async.after_claim:4", kill_replica("add-0"))
+    assert bits(run) == bits(calm)
+    assert [line["teacher_prompts"] for line, _ in kept(run, 4)] == [
+        line["teacher_prompts"] for line, _ in kept(calm, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"rollout__workers": 2}, id="workers"),
+        pytest.param({"rollout__workers": 2, "rollout__processes": 2, **ASYNC}, id="workers-engines-async"),
+    ],
+)
+def test_teachers_that_follow_the_student_score_rows_of_workers(small: Make, more: dict[str, Any]) -> None:
+    assert bits(quiet(small("other", FOLLOWING, **more))) == bits(quiet(small("one", FOLLOWING)))
+
+
+@pytest.mark.parametrize("more", [{}, ASYNC], ids=["sync", "async"])
+def test_a_teacher_with_another_tokenizer_beside_one_with_the_students_resumes(
+    small: Make, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """The aligned teacher reads a prompt of its own, by its own template."""
+    other = {
+        "model": write_other_teacher(tmp_path / "other"),
+        "key": "add",
+        "vocabulary": "align",
+        "prompt": TOLD,
+    }
+    teachers = {"add": other, "sort": {**FROZEN["sort"], "prompt": "{{ prompt }}"}}
+    calm = quiet(small("calm", teachers))
+    assert {line["teacher"] for line, _ in kept(calm, 1)} == {"add", "sort"}
+    fault = "async.after_claim:4" if more else "row_journal.after_put:3"
+    assert bits(killed_and_resumed(small("killed", teachers, **more), fault)) == bits(calm)
+
+
+@pytest.mark.parametrize("version", ["start", "live"])
+def test_a_lora_student_on_two_ranks_is_its_own_teacher(small: Make, version: str) -> None:
+    """In a process of its own: with `placement = "trainer"` several ranks are refused."""
+    pytest.importorskip("peft")
+    teachers = {"own": {"model": "student", "version": version, "prompt": TOLD}}
+    lora = {"student__lora": {"rank": 4, "alpha": 8.0}, "loss__topk": VOCABULARY}
+    one, two = (quiet(small(f"ranks-{ranks}", teachers, **lora, trainer__ranks=ranks)) for ranks in (1, 2))
+    losses = [[line["actor/loss"] for line in bits(run)[0]] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    for step in (1, STEPS):
+        line, columns = kept(two, step)[0]
+        prompt, first = columns["teacher_prompt_own"], int(columns["loss_mask"].argmax())
+        written = columns["tokens"][first:]
+        at = len(prompt) + np.arange(len(written))
+        p_PV = logprobs("student", np.concatenate([prompt, written]), at)
+        apart = np.abs(p_PV[np.arange(len(written)), written] - columns["teacher_logprobs"]).max()
+        assert (apart < 1e-4) == (version == "start" or step == 1), line["key"]
+
+
+@pytest.mark.parametrize("more", [{}, ASYNC], ids=["sync", "async"])
+def test_given_answers_scored_by_a_teacher_that_follows_resume_to_the_bit(
+    small: Make, more: dict[str, Any]
+) -> None:
+    """The teacher's prompt shows what was written, be it the student's or the data's."""
+    shown = {name: {**one, "prompt": "{{ session.text }}{{ prompt }}"} for name, one in FOLLOWING.items()}
+    share = {"rollout__off_policy": 0.5, "loss__sft_coef": 0.5}
+    calm = quiet(small("calm", shown, **share))
+    rows = kept(calm, 1)
+    assert {line["origin"] for line, _ in rows} == {"student", "data"}
+    fault = "async.after_claim:4" if more else "row_journal.after_put:3"
+    run = killed_and_resumed(small("killed", shown, **share, **more), fault)
+    assert bits(run) == bits(calm)
+    assert [line["teacher_version"] for line, _ in kept(run, 4)] == [
+        line["teacher_version"] for line, _ in kept(calm, 4)
+    ]
+
+
+def test_given_answers_among_the_sessions_of_a_group(small: Make) -> None:
+    """By enumeration, with weights that do not move, so that every ratio is 1: advantages of GRPO are over the student's
+    sessions of a prompt alone, and given answers have cross-entropy in place of the policy gradient."""
+    more = {"rollout__n": 4, "trainer__batch_size": 1, "trainer__learning_rate": 1e-30, "rollout__off_policy": 0.4,
+            "loss__sft_coef": 0.5, "loss__task_coef": 0.25, "loss__advantage": "grpo", "loss__topk": VOCABULARY,
+            "data__reward": "hinting_rewards:hinting", "run__python_path": [str(Path(__file__).parents[1])]}  # fmt: skip
+    teachers = {name: {key: one[key] for key in ("model", "key")} for name, one in FROZEN.items()}
+    run = understudy.train(small("run", teachers, **more), progress=False)
+    telling = 0
+    for step in range(1, STEPS + 1):
+        rows = kept(run.dir, step)
+        assert len(rows) == 4
+        own = np.array([line["reward"] for line, _ in rows if line["origin"] == "student"])
+        telling += 2 <= len(own) < 4 and own.std() > 0
+        losses: list[float] = []
+        for line, columns in rows:
+            tokens, at = columns["tokens"], np.flatnonzero(columns["loss_mask"])
+            q_PV, p_PV = (logprobs(model, tokens, at) for model in ("student", f"teacher-{line['teacher']}"))
+            term = (np.exp(p_PV) * (p_PV - q_PV)).sum(1)
+            if line["origin"] == "data":
+                term -= 0.5 * q_PV[np.arange(len(at)), tokens[at]]
+            elif len(own) > 1:
+                term -= 0.25 * (line["reward"] - own.mean()) / (own.std(ddof=1) + 1e-6)
+            losses += term.tolist()
+        assert run.metrics[step - 1]["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5), step
+    assert telling, "a group of both kinds whose own sessions differ"
