@@ -73,6 +73,11 @@ class FollowingReplicas:
             if self._version is not None:
                 await self._delivery.give(self._version, channel)
 
+    async def stopped(self, replica: str) -> None:
+        """Weights that are published until it is started again are not sent to it."""
+        if channel := self._channels.pop(replica, None):
+            await channel.close()
+
     async def send(
         self, version: int, tensors: Sequence[tuple[str, Tensor]], replicas: Sequence[str]
     ) -> dict[str, str]:

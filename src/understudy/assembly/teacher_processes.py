@@ -96,6 +96,8 @@ class LocalTeachers:
     async def stop(self, replica: str) -> None:
         ranks = range(self._teacher.tensor_parallel)
         await asyncio.gather(*(self._processes.stop(self._process(replica, rank)) for rank in ranks))
+        if self.following is not None:
+            await self.following.stopped(replica)
         folder = self._folders.pop(replica, None)
         if folder is not None:
             folder.close()

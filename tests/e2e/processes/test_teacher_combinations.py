@@ -17,6 +17,7 @@ from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
+from understudy.assembly.teacher_admin import ask_run
 from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import without_clock
@@ -68,8 +69,8 @@ def small(train_rows: Path, tmp_path: Path) -> Make:
     return make
 
 
-def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    weights = load_file(run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+def bits(run: Path, step: int = STEPS) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
     lines = [without_clock(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [{name: value for name, value in line.items() if not name.startswith("async/")} for line in lines]
     return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
@@ -103,14 +104,18 @@ def killed_and_resumed(
     return run
 
 
+def first_step(process: Command, run: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def kill_replica(name: str) -> Callable[[Command, Path], None]:
     """Kills one replica of the run as soon as it has answered for a step."""
 
     def kill(process: Command, run: Path) -> None:
-        deadline = time.monotonic() + 200
-        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        first_step(process, run)
         ready = str(run / "logs" / f".teacher-{name}.ready")
         (replica,) = [one for one in psutil.process_iter(["cmdline"]) if ready in (one.info["cmdline"] or ())]
         replica.kill()
@@ -241,3 +246,24 @@ def test_given_answers_among_the_sessions_of_a_group(small: Make) -> None:
             losses += term.tolist()
         assert run.metrics[step - 1]["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5), step
     assert telling, "a group of both kinds whose own sessions differ"
+
+
+def test_a_replica_that_joins_a_teacher_that_follows_has_the_weights_of_now(small: Make) -> None:
+    """Added and the first one removed while the run goes on: nothing else is left to score."""
+    steps = 60
+    more = {"trainer__steps": steps, "trainer__checkpoint_every": steps}
+    table = small("joined", FOLLOWING, **more)
+    run = Path(table["run"]["dir"])
+    process = start_cli("train", str(write_toml(run.with_suffix(".toml"), table)), "--quiet")
+    try:
+        first_step(process, run)
+        assert ask_run(run, {"do": "add", "teacher": "add"}) == {"added": "1"}
+        assert ask_run(run, {"do": "remove", "teacher": "add", "replica": "0"})
+        output, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    calm = quiet(small("calm", FOLLOWING, **more))
+    assert bits(run, steps) == bits(calm, steps)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["perf/teacher/add/1/share"] == 1

@@ -724,6 +724,34 @@ def test_a_replica_that_joins_must_be_the_same_teacher() -> None:
     running(test, Rig())
 
 
+def test_a_replica_that_joins_while_weights_are_published_gets_them_too() -> None:
+    """Its manifest was read before: it is identified once more, instead of being refused for its old version."""
+
+    async def test(rig: Rig) -> None:
+        delivered: list[str] = []
+
+        async def deliver(names: Sequence[str]) -> dict[str, str]:
+            for name in names:
+                rig.replicas[name].manifest_now = msgspec.structs.replace(MANIFEST, version=1)
+            delivered.extend(names)
+            return {}
+
+        class Overtaken(Scripted):
+            async def manifest(self) -> Manifest:
+                found = self.manifest_now
+                if not delivered:
+                    await rig.pool.change_version(1, deliver)
+                return found
+
+        rig.fresh = Overtaken
+        await rig.pool.add(ReplicaSpec("c"))
+        assert delivered == ["a", "b", "c"] and rig.state("c") is State.HEALTHY
+        await rig.pool.change_version(1, deliver)
+        assert delivered[3:] == ["a", "b", "c"]
+
+    running(test, Rig())
+
+
 def test_a_leaving_replica_finishes_what_it_has() -> None:
     async def test(rig: Rig) -> None:
         gate = asyncio.Event()

@@ -93,6 +93,9 @@ class ReplicaSupervisor:
         self._emit = emit
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._joining: set[str] = set()
+        """Replicas that are being started, and get new weights as those in use do."""
+        self._delivering = asyncio.Lock()
 
     async def start(self, specs: Sequence[ReplicaSpec]) -> None:
         """Start all replicas and check that they agree. If one cannot start, all are stopped."""
@@ -114,7 +117,7 @@ class ReplicaSupervisor:
         """Start a further replica; it gets traffic once the identity probe has passed."""
         replica = self._add(spec)
         try:
-            self._check_identity(replica, await self._bring_up(replica))
+            await self._join(replica)
         except BaseException:
             del self.replicas[spec.name]
             await self._stop(replica)
@@ -151,9 +154,10 @@ class ReplicaSupervisor:
     async def change_version(self, version: int, deliver: Deliver) -> None:
         """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
         them; it is the new identity. One that has not is restarted. No request may be under way."""
-        self.identity, self.version = None, version
-        asked = [replica for replica in self.replicas.values() if replica.health.usable]
-        lost = await deliver([replica.name for replica in asked])
+        async with self._delivering:
+            self.identity, self.version = None, version
+            asked = [replica for replica in self.replicas.values() if replica.health.usable]
+            lost = await deliver([*(replica.name for replica in asked), *self._joining])
         for replica in asked:
             try:
                 if replica.name in lost:
@@ -284,6 +288,18 @@ class ReplicaSupervisor:
                 self.tell(EventKind.EJECTED, replica.name, "its process was killed while it started")
         return await self._bring_up(replica)
 
+    async def _join(self, replica: Replica) -> None:
+        """Brings it up and checks it: once more if new weights were delivered meanwhile, with none on their way."""
+        self._joining.add(replica.name)
+        try:
+            found = await self._bring_up(replica)
+            if found.manifest.version != self.version:
+                async with self._delivering:
+                    found = await self._identify(replica, self._options.probe_deadline)
+            self._check_identity(replica, found)
+        finally:
+            self._joining.discard(replica.name)
+
     async def _bring_up(self, replica: Replica) -> Identity:
         """Launch (unless external), connect, identify."""
         endpoint = replica.spec.endpoint
@@ -387,7 +403,7 @@ class ReplicaSupervisor:
             await self._launcher.stop(replica.name)
             replica.restarts += 1
             replica.restart_count.restart()
-            self._check_identity(replica, await self._bring_up(replica))
+            await self._join(replica)
         except Exception as error:
             replica.health.restart_failed(self._clock.now(), str(error))
             replica.health.probe_failed(self._clock.now(), str(error))
