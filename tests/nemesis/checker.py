@@ -13,7 +13,8 @@ folds over them and demands after every one of them
 
 So at no moment was a row settled twice, or settled without having been issued. At the end it demands that
 every issued row is settled, or in flight and beyond the last step. Each step has as many trained rows as its
-metrics say, and the metrics have one line for each step 1 … N. With a recipe that promises bits, weights,
+metrics say, and the metrics have one line for each step 1 … N. Kept rows, a sample of each step, have the scores that a
+plain forward of their teacher's model gives. With a recipe that promises bits, weights,
 optimizer and metrics are those of the undisturbed run, so the rows trained are too.
 """
 
@@ -44,6 +45,8 @@ DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 NO_MEMORY = "the memory"
 """A launch may end with 2 and say that there was no memory, or by a signal of native code that got none."""
+_ROUNDING = 1e-3
+"""Nats by which a teacher's score may differ from a plain forward of its model in float32."""
 _CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
 
 
@@ -195,6 +198,8 @@ def _kept(found: History) -> Iterator[str]:
     for row in found.kept:
         if row.get("teacher") and row["teacher"] != row["source"]:
             yield f"row {row['key']} of {row['source']} was scored by {row['teacher']}"
+        if row.get("apart", 0.0) > _ROUNDING:
+            yield f"row {row['key']}: its scores are {row['apart']:.2g} nats from those of its teacher {row['teacher']}"
         oldest, newest = row.get("oldest"), row.get("newest")
         if oldest is not None and not 0 <= oldest <= newest < row["step"]:
             yield f"row {row['key']} of step {row['step']} was written by the weights {oldest} to {newest}"

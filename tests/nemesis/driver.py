@@ -24,7 +24,7 @@ from checker import AT_START, UNREACHED, History, Launch, Promise
 from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
-from reading import count_steps, read_journal, read_kept, read_letters, read_steps
+from reading import count_steps, read_journal, read_kept, read_letters, read_steps, scored_again
 from schedules import PRELOADED, Fault, Schedule
 from small_runs import write_toml
 from starting import MARK, Trainer, start_trainer
@@ -172,7 +172,8 @@ class Trial:
 
         events, in_flight = read(read_journal, plane, ([], frozenset()))
         metrics, letters = read(read_steps, self.run, []), read(read_letters, plane, {})
-        kept, files = read(read_kept, self.run, []), digests(self.run / "checkpoints" / f"step-{STEPS:06d}")
+        kept = read(lambda run: scored_again(run, read_kept(run), self.folder / "recipe.toml"), self.run, [])
+        files = digests(self.run / "checkpoints" / f"step-{STEPS:06d}")
         return History(
             self.launches, events, in_flight, metrics, letters, kept, files, left, finished, unreadable
         )  # fmt: skip

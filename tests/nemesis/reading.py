@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
+import tomllib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from checker import Event
+
+from understudy.dataplane.kept_rows import read_columns
 
 WALL_CLOCK = ("time/", "perf/")
 """Prefixes of metrics that do not repeat."""
@@ -48,8 +52,49 @@ def read_letters(folder: Path) -> dict[str, str]:
 
 
 def read_kept(run: Path) -> list[dict[str, Any]]:
+    """A sample of the trained rows."""
     return [
         {"step": int(path.stem), **json.loads(line)}
         for path in sorted((run / "kept_rows").glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]
+
+
+def scored_again(run: Path, kept: list[dict[str, Any]], table: Path) -> list[dict[str, Any]]:
+    """The rows, each with how far (nats) its teacher's scores are from those of a plain forward of its teacher's model, which the
+    recipe `table` names. Rows of a run with pictures are left as they are: there, scores leave placeholders out of the softmax."""
+    teachers = tomllib.loads(table.read_text()).get("teachers", {})
+    models = {name: own["model"] for name, own in teachers.items()}
+    if any(_reads_pictures(Path(model)) for model in models.values()):
+        return kept
+    return [
+        {**row, "apart": _apart(read_columns(run / "kept_rows", row["step"], row), models[row["teacher"]])}
+        if row.get("teacher")
+        else row
+        for row in kept
+    ]
+
+
+def _reads_pictures(model: Path) -> bool:
+    return "vision_config" in json.loads((model / "config.json").read_text())
+
+
+def _apart(columns: dict[str, Any], model: str) -> float:
+    import torch  # two seconds, which a campaign of a few tests need not spend
+
+    tokens = torch.tensor(columns["tokens"]).long()
+    with torch.no_grad():
+        logprobs = _model(model)(tokens[None]).logits[0].double().log_softmax(-1)
+    own = [place for place, trained in enumerate(columns["loss_mask"]) if trained]
+    expected = [float(logprobs[place - 1, tokens[place]]) for place in own]
+    given = columns["teacher_logprobs"]
+    if len(given) != len(expected):
+        return float("inf")
+    return max((abs(float(a) - b) for a, b in zip(given, expected, strict=True)), default=0.0)
+
+
+@functools.cache
+def _model(model: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()

@@ -45,6 +45,7 @@ def test_a_right_history_is_accepted() -> None:
         ({"letters": {}}, "dead_letters.jsonl has []"),
         ({"letters": {"c": "row c is too long", "b": "row c is too long"}}, "has the reason of c"),
         ({"kept": [{**good().kept[0], "teacher": "sort"}]}, "was scored by sort"),
+        ({"kept": [{**good().kept[0], "apart": 0.02}]}, "its scores are 0.02 nats from those of its teacher add"),
         ({"kept": [{**good().kept[0], "newest": 2}]}, "was written by the weights 0 to 2"),
         ({"files": {"model": "2"}}, "differs in ['model']"),
         ({"left_behind": ["python -m replica"]}, "left behind: python -m replica"),

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from campaign import try_schedule
+from driver import Trial
 from modes import MODES
+from reading import read_kept, scored_again
 from schedules import BEYOND_DEADLINES, KINDS, MEMORY, NETWORK, Fault, Schedule, draw, shrink
+from starting import trainer_server
 
 
 @pytest.mark.timeout(300)
@@ -17,6 +20,20 @@ def test_a_disturbed_run_keeps_every_promise(mode: str, seed: int, tmp_path: Pat
     found = try_schedule(draw(seed, mode, most=2), tmp_path, fork=True)
     assert found["violations"] == []
     assert found["faults"], "no fault was injected"
+
+
+def test_kept_rows_scored_by_another_teacher_are_found(tmp_path: Path) -> None:
+    """The recipe of the second reading names the other teacher's model for each."""
+    trial = Trial(Schedule("sync fast", ()), tmp_path / "trial", trainer_server())
+    kept = trial.carry_out().kept
+    assert len(kept) > 20 and max(row["apart"] for row in kept) < 1e-4
+    table = (tmp_path / "trial" / "recipe.toml").read_text()
+    swapped = (
+        table.replace("teacher-add", "?").replace("teacher-sort", "teacher-add").replace("?", "teacher-sort")
+    )
+    (tmp_path / "swapped.toml").write_text(swapped)
+    again = scored_again(trial.run, read_kept(trial.run), tmp_path / "swapped.toml")
+    assert min(row["apart"] for row in again) > 0.1
 
 
 def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
