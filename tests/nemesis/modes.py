@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ _OUTPUTS = {
     "data__shuffle": False, "data__reward": "many_outputs:reward", "trainer__batch_size": 8,
     "trainer__max_dead_letters": 0.5,
 }  # fmt: skip
+_HOSTILE = {
+    "rollout__agent": "hostile_tools:Hostile", "data__shuffle": False, "data__max_prompt_tokens": 40, "data__overlong": "drop",
+    "trainer__batch_size": 8,
+}  # fmt: skip
+_WASTEFUL = """{%- set asked = messages[0]['content'] -%}
+{%- if asked.startswith('1') -%}{%- for i in range(99999) -%}{%- endfor -%}
+{%- elif asked.startswith('2') -%}{{- 'x' * 100000 -}}{%- endif -%}
+"""
+"""A chat template that takes long, or writes a prompt that is too long. One that raises is refused before a run begins."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class Mode:
     """Problems that the student is evaluated on."""
     pictures: bool = False
     """Small models with a vision tower, and rows with a picture each."""
+    template: str = ""
+    """The beginning of the student's chat template."""
 
 
 def _async_1(changes: dict[str, Any], *others: str, external: bool = False) -> Mode:
@@ -111,6 +123,10 @@ MODES = {
     "async several outputs": _async_1(_OUTPUTS),
     "async filtered groups": _async_1(_GROUPS),
     "async external teacher": _async_1({}, external=True),
+    "hostile tools": Mode(_HOSTILE, template=_WASTEFUL),
+    "hostile tools in workers": Mode(
+        {**_HOSTILE, "rollout__workers": 2}, ("trainer", "replica", "worker"), template=_WASTEFUL
+    ),
     "pictures": Mode(pictures=True),
     "pictures with workers": Mode({"rollout__workers": 2}, ("trainer", "replica", "worker"), pictures=True),
 }
@@ -143,6 +159,8 @@ def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[st
     }
     if mode.pictures:
         _with_pictures(table, folder)
+    if mode.template:
+        table["student"]["model"] = _with_template(mode.template, folder)
     if mode.held_out:
         table["data"]["eval"] = _rows(folder, "valid", mode.held_out)
     if external_url is not None:
@@ -165,6 +183,14 @@ def _rows(folder: Path, name: str, count: int) -> str:
     lines = (ASSETS / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
     (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
     return str(folder / f"{name}.jsonl")
+
+
+def _with_template(beginning: str, folder: Path) -> str:
+    own = folder / "student"
+    shutil.copytree(ASSETS / "models" / "student", own, dirs_exist_ok=True)
+    template = own / "chat_template.jinja"
+    template.write_text(beginning + template.read_text())
+    return str(own)
 
 
 def _with_pictures(table: dict[str, Any], folder: Path) -> None:
