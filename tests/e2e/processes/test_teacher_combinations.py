@@ -267,3 +267,16 @@ def test_a_replica_that_joins_a_teacher_that_follows_has_the_weights_of_now(smal
     assert bits(run, steps) == bits(calm, steps)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["perf/teacher/add/1/share"] == 1
+
+
+def test_lagging_and_averaged_teachers_resume_between_two_publishes(small: Make) -> None:
+    """Two updates a publish and a checkpoint after each: the run is resumed from the one after update 3."""
+    teachers = {**FOLLOWING, "add": {**FOLLOWING["add"], "version": 1}}
+    more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__sync_every": 2,
+            "trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 9, "trainer__steps": 8}  # fmt: skip
+    run = killed_and_resumed(small("killed", teachers, **more), "async.after_claim:4")
+    for step in range(1, 9):
+        published = (step - 1) // 2 * 2
+        for line, _ in kept(run, step):
+            newest = published if line["teacher"] == "sort" else max(0, published - 2)
+            assert max(0, newest - 2) <= line["teacher_version"] <= newest, (step, line["key"])
