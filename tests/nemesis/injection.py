@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 from checker import DISK, NO_MEMORY
 from modes import ROLES
-from network import Proxy
-from schedules import CLOCK, FSYNC, MEMORY, NETWORK, PRELOADED, SQLITE, Fault
+from network import Proxy, strangers
+from schedules import CLOCK, FSYNC, MEMORY, NETWORK, PRELOADED, SQLITE, STRANGERS, Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _HALF_A_LINE = b'{"step": 99, "actor/lo'
@@ -48,6 +48,8 @@ class Injector:
             return None
         if fault.kind in ("tear", "corrupt"):
             return "kill" if self._kill_and_damage(fault, trainer) else None
+        if fault.kind == STRANGERS:
+            return self._crowd(fault, trainer)
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
         if fault.kind in ("failing fsync", *PRELOADED, "full disk"):
@@ -89,6 +91,13 @@ class Injector:
         elif fault.kind in NETWORK and self.proxy is not None:
             self.proxy.make(fault.kind)
             self._later(fault.seconds, lambda: self.proxy and self.proxy.make(""))
+
+    def _crowd(self, fault: Fault, trainer: psutil.Popen) -> str | None:
+        with suppress(psutil.NoSuchProcess):
+            crowd = strangers([trainer, *trainer.children(recursive=True)], random.Random(fault.which))
+            self._later(fault.seconds, lambda: [one.close() for one in crowd])
+            return fault.kind if crowd else None
+        return None
 
     def _later(self, seconds: float, undo: Callable[[], object]) -> None:
         self._lasting.append((time.monotonic() + seconds, lambda: undo() and None))

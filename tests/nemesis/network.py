@@ -6,16 +6,28 @@ import asyncio
 import atexit
 import functools
 import random
+import socket
 import tempfile
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 from small_runs import ASSETS
 
 TOKEN = "of the nemesis"
 _DELAY_SECONDS = 0.6
+_OF_A_PORT = 8
+"""Strangers of each port."""
+_SAID = (
+    b"",
+    b"GET / HTTP/1.1\r\n",
+    b"POST /v1/score HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+    b"\x00" * 4096,
+    b"\xff" * 64,
+)
 
 
 @functools.cache
@@ -124,3 +136,21 @@ def _damaged(piece: bytes, chance: random.Random) -> bytes:
         return piece
     place = chance.randrange(start, len(piece))
     return piece[:place] + bytes([piece[place] ^ 0x41]) + piece[place + 1 :]
+
+
+def strangers(processes: Iterable[psutil.Process], chance: random.Random) -> list[socket.socket]:
+    """Connections to every TCP port that the processes listen on; each has said something and stays open."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            listening = [
+                one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN
+            ]
+            for host, port in listening * _OF_A_PORT:
+                with suppress(OSError):
+                    one = socket.create_connection(
+                        ("127.0.0.1" if host in ("::", "0.0.0.0") else host, port), 1
+                    )
+                    found.append(one)
+                    one.sendall(chance.choice((*_SAID, chance.randbytes(500))))
+    return found

@@ -28,6 +28,9 @@ PRELOADED = (SQLITE, FULL_JOURNAL)
 """Need a C compiler (`shim/flush.c`)."""
 MEMORY = "no memory"
 """Only if it is asked for (`--only`): a reward that gets no memory is a dead letter, so bits may differ."""
+STRANGERS = "strangers"
+"""Only if it is asked for: ports of ranks have no authentication (docs/cluster.md)."""
+ASKED_FOR = (MEMORY, STRANGERS)
 NETWORK = ("partition", "delay", "reset", "damage")
 BEYOND_DEADLINES = 75.0
 """Seconds that a process is frozen for at most: longer than a request's deadline in these recipes, and than the silence after
@@ -52,7 +55,7 @@ class Fault:
     trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
     failing or slow fsync; failing sqlite flush: of the journal's files, in C; full journal: these files alone cannot be
     written, so that steps may be saved meanwhile; no memory: the process gets none beyond
-    what it has; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
+    what it has; strangers: connections to every port of the run that say something else than a client would, and stay open; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
     external teacher, or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
@@ -100,7 +103,7 @@ def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[
 
     def drawn() -> Fault:
         while True:
-            fault = draw_fault(chance, name, memory=MEMORY in only)
+            fault = draw_fault(chance, name, [kind for kind in ASKED_FOR if kind in only])
             if not only or {fault.kind, f"{fault.kind} {fault.role}"} & set(only):
                 return fault
 
@@ -113,7 +116,7 @@ def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[
     return Schedule(name, tuple(sorted(faults, key=lambda one: one.after)))
 
 
-def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
+def draw_fault(chance: random.Random, mode: str, asked_for: Collection[str] = ()) -> Fault:
     after = chance.randrange(STEPS)
     delay = round(
         chance.uniform(0, START_SECONDS) if after == 0 else chance.choice((0.0, chance.uniform(0, 0.4))), 2
@@ -122,7 +125,7 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
     # Half of the faults of a process hit the newest kind of process that the mode has.
     role = chance.choice(("trainer", *others, *others[-1:]))
     networked = MODES[mode].external or MODES[mode].proxied
-    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {}), **({MEMORY: 3} if memory else {})}
+    weights = {**KINDS, **(dict.fromkeys(NETWORK, 3) if networked else {}), **dict.fromkeys(asked_for, 3)}
     kind = chance.choices(list(weights), list(weights.values()))[0]
     which = chance.randrange(100)
     if kind == "clock" and which % 2:  # deadlines are longest while processes start
@@ -150,7 +153,7 @@ def draw_fault(chance: random.Random, mode: str, memory: bool = False) -> Fault:
             kind, "trainer", after, delay, which, chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
         )
     # A step takes a fifth of a second: a short fault ends before the next checkpoint.
-    lasting = kind in (*FSYNC, *NETWORK, *PRELOADED, MEMORY, "full disk")
+    lasting = kind in (*FSYNC, *NETWORK, *PRELOADED, *ASKED_FOR, "full disk")
     lasts = round(chance.choice((chance.uniform(0.05, 0.5), chance.uniform(0.5, 8))), 2) if lasting else 0.0
     return Fault(kind, "trainer", after, delay, which, lasts)
 

@@ -202,6 +202,26 @@ for line in sys.stdin:
         process.kill()
 
 
+def test_strangers_come_to_every_port_and_leave(tmp_path: Path) -> None:
+    code = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print("listens", flush=True)
+first, _ = server.accept()
+print("came", flush=True)
+while first.recv(4096):
+    pass
+print("left", flush=True)
+"""
+    injector = Injector(tmp_path, None)
+    with psutil.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "listens\n"
+        assert injector.inject(Fault("strangers", seconds=60.0), process) == "strangers"
+        assert process.stdout.readline() == "came\n"
+        injector.undo(everything=True)
+        assert process.stdout.readline() == "left\n"
+
+
 def test_connections_between_processes_go_through_the_proxy(tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
