@@ -110,7 +110,7 @@ MODES = {
         {
             **_RAY,
             "rollout__workers": 2,
-            "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 1}},
+            "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 2}},
             "cluster__roles": {"workers": "loops"},
         },
         ("trainer", "replica", "node", "queue", "remote worker"),

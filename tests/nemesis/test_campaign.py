@@ -8,8 +8,12 @@ from typing import Any
 
 import campaign
 import pytest
+from modes import MODES, recipe
 from schedules import Schedule
+from small_runs import write_toml
 from summary import identity, read_results, summary, upper_bound
+
+from understudy.cli.main import main
 
 FINE = {"faults": 2, "drawn": 3, "kinds": ["kill replica", "clock trainer"], "launches": [-9, 0], "seconds": 36.0, "violations": []}  # fmt: skip
 
@@ -84,3 +88,8 @@ def test_result_lines_name_no_folder_of_the_machine() -> None:
     folder, source = Path("/somewhere/trial"), Path(campaign.__file__).resolve().parents[2] / "src" / "a.py"
     text = campaign.without_paths(f'error: {folder}/run is not empty; File "{source}", line 1', folder)
     assert text == 'error: FOLDER/run is not empty; File "src/a.py", line 1'
+
+
+@pytest.mark.parametrize("name", [name for name, own in MODES.items() if not own.by_seed])
+def test_a_mode_that_no_seed_draws_has_a_sound_recipe(name: str, tmp_path: Path) -> None:
+    assert main(["check", str(write_toml(tmp_path / "recipe.toml", recipe(MODES[name], tmp_path)))]) == 0
