@@ -28,11 +28,12 @@ class OwnedFolder:
     """A new folder, owned until `close` or the end of this process."""
 
     def __init__(self, prefix: str, parent: Path | None, *, tidy: bool = True) -> None:
-        """`tidy` removes what killed runs left beside it. Not used in a folder of the user's own: other
+        """`tidy` removes what killed runs left beside it, now and at `close`: the processes of a run that was just
+        killed may still be ending. Not used in a folder of the user's own: other
         machines may write there, and do not see our locks."""
         folder = Path(tempfile.gettempdir()) if parent is None else parent
-        if tidy:
-            remove_abandoned(folder, prefix)
+        self._tidied = (folder, prefix) if tidy else None
+        self._tidy()
         self._file: int | None = None
         while self._file is None:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
@@ -43,6 +44,11 @@ class OwnedFolder:
             _remove(self.path)
             os.close(self._file)
             self._file = None
+            self._tidy()
+
+    def _tidy(self) -> None:
+        if self._tidied is not None:
+            remove_abandoned(*self._tidied)
 
 
 def _own(folder: Path) -> int | None:

@@ -107,3 +107,13 @@ def test_a_folder_that_is_taken_away_while_it_is_created_is_created_again(
     mine = OwnedFolder("x-", tmp_path, tidy=False)
     assert [Path(one).exists() for one in made] == [False, True] and mine.path == Path(made[1])
     mine.close()
+
+
+def test_an_owner_that_ends_after_the_next_one_began_is_tidied_up_after_by_that_one(tmp_path: Path) -> None:
+    """As processes of a killed run do that end a moment after the next launch has started."""
+    late = OwnedFolder("x-", tmp_path)
+    following = OwnedFolder("x-", tmp_path)
+    assert late.path.exists()
+    os.close(late._file or 0)  # it is killed
+    following.close()
+    assert not list(tmp_path.iterdir())
