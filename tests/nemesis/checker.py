@@ -41,6 +41,9 @@ RESTARTS = 1
 more it may end with 2 and say that `understudy resume` goes on."""
 TRIES, GIVEN_UP = 3, "its worker process died 3 times"
 """A session whose worker is lost so often becomes a dead letter with this reason (`rollout/workers/pool.py`)."""
+NODE, GIVEN_UP_ON = " node", "given up"
+"""A Ray of the run's own has one node. If it is lost, the launch may wait for another one, and says so in `waits.json`; the
+driver ends such a launch."""
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 NO_MEMORY = "the memory"
@@ -123,6 +126,8 @@ def _endings(found: History) -> Iterator[str]:
             allowed.add(2)
         if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:
             allowed.add(2)
+        if GIVEN_UP_ON in launch.faults and any(one.endswith(NODE) for one in launch.faults):
+            allowed.add(-9)
         if UNREACHED in launch.faults and re.search(r"teacher (add|sort)", launch.output):
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from checker import AT_START, UNREACHED, History, Launch, Promise
+from checker import AT_START, GIVEN_UP_ON, UNREACHED, History, Launch, Promise
 from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
@@ -34,6 +34,8 @@ from understudy.cluster.fork_server import ForkServer
 Found = TypeVar("Found")
 LONGEST = 150.0
 """Seconds that a run may take after the last fault. An undisturbed one takes about ten; a process may take 180 to start."""
+LONGEST_ON_RAY = 2 * LONGEST
+"""Ray, TransferQueue and workers on it start one after the other: two minutes beside other programs on two cores."""
 _CACHES = ("torchinductor_", "ray")
 """Kept by libraries between processes on purpose."""
 _LOOK_SECONDS = 0.03
@@ -144,9 +146,11 @@ class Trial:
                 self._last_fault = time.monotonic()
                 if fault.ends_trainer:
                     break
-            if now - self._last_fault > LONGEST:
+            if now - self._last_fault > (
+                LONGEST_ON_RAY if "node" in MODES[self.schedule.mode].roles else LONGEST
+            ):
                 trainer.kill()
-                hit.append("given up")
+                hit.append(GIVEN_UP_ON)
             time.sleep(_LOOK_SECONDS)
         return hit
 

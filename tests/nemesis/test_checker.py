@@ -118,3 +118,9 @@ def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None
     ):
         launches = [Launch(2, (AT_START,), said), Launch(0, ())]
         assert violations(replace(good(), launches=launches), good(), PROMISE) == []
+
+
+def test_a_launch_may_wait_for_a_node_that_is_lost_and_for_nothing_else() -> None:
+    for lost, found in (("kill node", 0), ("kill replica", 1)):
+        launches = [Launch(-9, (lost, "given up")), Launch(0, ())]
+        assert len(violations(replace(good(), launches=launches), good(), PROMISE)) == found
