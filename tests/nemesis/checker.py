@@ -1,7 +1,7 @@
 """Compares the history of a disturbed run with what the system promises.
 
 A history is read from what the run left behind: the journal's append-only events, the metrics, the dead
-letters, the kept rows, the last checkpoint, and what the driver saw of its processes. `violations` is a pure
+letters, the kept rows, the spans, the last checkpoint, and what the driver saw of its processes. `violations` is a pure
 function of two histories, the disturbed run's and an undisturbed one's of the same recipe. It uses none of
 the package's own accounting.
 
@@ -50,6 +50,8 @@ NO_MEMORY = "the memory"
 """A launch may end with 2 and say that there was no memory, or by a signal of native code that got none."""
 _ROUNDING = 1e-3
 """Nats by which a teacher's score may differ from a plain forward of its model in float32."""
+_CLOCK = 1e-5
+"""Seconds; spans are rounded."""
 _CANNOT_WRITE = r"cannot be (written|flushed|checkpointed)|could not save|No space left|File too large|Input/output error|disk I/O error"
 
 
@@ -94,6 +96,8 @@ class History:
     """The run ended within the time allowed after the last fault."""
     unreadable: Sequence[str] = ()
     """Files of the run that could not be read after its end, with the error."""
+    spans: Sequence[Mapping[str, Any]] = ()
+    """What the trainer did in each launch, with its own clock: name, start, end, launch, key or step."""
 
 
 def violations(found: History, expected: History, promise: Promise) -> list[str]:
@@ -105,6 +109,7 @@ def violations(found: History, expected: History, promise: Promise) -> list[str]
         *_metrics(found, promise),
         *_letters(found),
         *_kept(found),
+        *_order(found),
         *(f"left behind: {one}" for one in found.left_behind),
         *(f"a file is damaged: {one}" for one in found.unreadable),
         *_same(found, expected, promise),
@@ -208,6 +213,25 @@ def _kept(found: History) -> Iterator[str]:
         oldest, newest = row.get("oldest"), row.get("newest")
         if oldest is not None and not 0 <= oldest <= newest < row["step"]:
             yield f"row {row['key']} of step {row['step']} was written by the weights {oldest} to {newest}"
+
+
+def _order(found: History) -> Iterator[str]:
+    """Within a launch a row is written, then scored, then trained; a step is trained, then published and saved. Spans may be
+    missing, so only those that are there are compared. A launch may do a step again, after a rewind."""
+    begun: dict[tuple[int, str, Any], list[float]] = {}
+    ended: dict[tuple[int, str, Any], list[float]] = {}
+    for span in found.spans:
+        about = (span["launch"], span["name"], span.get("key", span.get("step")))
+        begun.setdefault(about, []).append(span["start"])
+        ended.setdefault(about, []).append(span["end"])
+    steps = {event.key: event.step for event in found.events if event.kind == "trained" and event.sign > 0}
+    for (launch, name, about), starts in begun.items():
+        before = {"score": "rollout", "publish": "update", "checkpoint": "update"}.get(name)
+        if before and (ends := ended.get((launch, before, about))) and min(starts) < min(ends) - _CLOCK:
+            yield f"launch {launch}: {name} of {about} began before the first {before} of it had ended"
+        updates = begun.get((launch, "update", steps.get(about))) if name == "score" else None
+        if updates and max(updates) < min(ended[launch, name, about]) - _CLOCK:
+            yield f"launch {launch}: row {about} was trained before it was scored"
 
 
 def _same(found: History, expected: History, promise: Promise) -> Iterator[str]:

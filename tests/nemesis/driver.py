@@ -24,7 +24,7 @@ from checker import AT_START, GIVEN_UP_ON, UNREACHED, History, Launch, Promise
 from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
-from reading import count_steps, read_journal, read_kept, read_letters, read_steps, scored_again
+from reading import count_steps, read_journal, read_kept, read_letters, read_spans, read_steps, scored_again
 from schedules import PRELOADED, Fault, Schedule
 from small_runs import write_toml
 from starting import MARK, Trainer, start_trainer
@@ -179,7 +179,7 @@ class Trial:
         kept = read(lambda run: scored_again(run, read_kept(run), self.folder / "recipe.toml"), self.run, [])
         files = digests(self.run / "checkpoints" / f"step-{STEPS:06d}")
         return History(
-            self.launches, events, in_flight, metrics, letters, kept, files, left, finished, unreadable
+            self.launches, events, in_flight, metrics, letters, kept, files, left, finished, unreadable, read_spans(self.run)
         )  # fmt: skip
 
 

@@ -45,6 +45,19 @@ def read_journal(folder: Path) -> tuple[list[Event], frozenset[str]]:
         return [Event(*event) for event in events], frozenset(key for (key,) in rows)
 
 
+def read_spans(run: Path) -> list[dict[str, Any]]:
+    """What the trainer of each launch did, in the order in which it ended. A kill and a full disk cost spans."""
+    path, spans, launch = run / "spans.jsonl", list[dict[str, Any]](), 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            span = json.loads(line)
+        except ValueError:  # the last of a killed trainer
+            continue
+        launch += span["name"] == "launch"
+        spans.append({**span, "launch": launch})
+    return spans
+
+
 def read_letters(folder: Path) -> dict[str, str]:
     file = folder / "dead_letters.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []

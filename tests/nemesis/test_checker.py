@@ -21,7 +21,23 @@ def good() -> History:
     metrics = [{"step": 1, "actor/loss": 1.0, "async/staleness/max": 1}, {"step": 2, "actor/loss": 0.5}]
     kept = [{"step": 2, "key": "b", "source": "add", "teacher": "add", "oldest": 0, "newest": 1}]
     launches = [Launch(-9, ("kill",)), Launch(0, ())]
-    return History(launches, events, frozenset(), metrics, {"c": "row c is too long"}, kept, {"model": "1"})
+    spans = [
+        span(1, "rollout", 0.0, 1.0, key="b"), span(1, "score", 1.0, 2.0, key="b"),
+        span(2, "rollout", 0.0, 1.0, key="b"), span(2, "score", 1.0, 2.0, key="b"),
+        span(2, "update", 2.0, 3.0, step=2), span(2, "publish", 3.0, 4.0, step=2), span(2, "checkpoint", 3.0, 5.0, step=2),
+    ]  # fmt: skip
+    letters = {"c": "row c is too long"}
+    return History(launches, events, frozenset(), metrics, letters, kept, {"model": "1"}, spans=spans)
+
+
+def span(launch: int, name: str, start: float, end: float, **about: Any) -> dict[str, Any]:
+    return {"launch": launch, "name": name, "start": start, "end": end, **about}
+
+
+def with_span(name: str, start: float, **about: Any) -> dict[str, Any]:
+    """A good history in which the second launch's span of this name began at another time."""
+    kept = [one for one in good().spans if (one["launch"], one["name"]) != (2, name)]
+    return {"spans": [*kept, span(2, name, start, start + 1.5, **about)]}
 
 
 def test_a_right_history_is_accepted() -> None:
@@ -45,6 +61,10 @@ def test_a_right_history_is_accepted() -> None:
         ({"letters": {}}, "dead_letters.jsonl has []"),
         ({"letters": {"c": "row c is too long", "b": "row c is too long"}}, "has the reason of c"),
         ({"kept": [{**good().kept[0], "teacher": "sort"}]}, "was scored by sort"),
+        (with_span("score", 0.5, key="b"), "score of b began before the first rollout"),
+        (with_span("score", 1.0, key="b"), "row b was trained before it was scored"),
+        (with_span("publish", 2.5, step=2), "publish of 2 began before the first update"),
+        (with_span("checkpoint", 2.5, step=2), "checkpoint of 2 began before the first update"),
         ({"kept": [{**good().kept[0], "apart": 0.02}]}, "its scores are 0.02 nats from those of its teacher add"),
         ({"kept": [{**good().kept[0], "newest": 2}]}, "was written by the weights 0 to 2"),
         ({"files": {"model": "2"}}, "differs in ['model']"),
