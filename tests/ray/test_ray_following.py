@@ -71,3 +71,21 @@ def test_what_a_killed_supervisor_left_is_swept_by_the_next(cluster: Any, tmp_pa
         assert not new.exists() and not kept.exists()
 
     asyncio.run(body())
+
+
+def test_what_a_killed_supervisor_left_is_swept_at_the_end_of_the_run(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+
+    async def body() -> None:
+        processes = await open_on(cluster, tmp_path, layout("crew-0"))
+        try:
+            child = await processes.start("crew-0", "node_child", [])
+            left = folder_of(child.process.pid)
+            os.kill(psutil.Process(child.process.pid).parent().pid, 9)
+            await until(lambda: not child.alive)
+            assert left.is_dir()
+        finally:
+            await processes.close()
+        assert not left.exists()
+
+    asyncio.run(body())

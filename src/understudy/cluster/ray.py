@@ -22,6 +22,7 @@ import contextlib
 import logging
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +35,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from understudy.cluster.local import SUPERVISOR_GONE, Child, LocalProcesses
 from understudy.cluster.ray_cluster import RayCluster, RaySettings
 from understudy.cluster.ray_layout import NodeFacts, RayLayout, UnitBundle, draw, unit_of
-from understudy.cluster.ray_supervisor import ProcessUpdate, supervisor_of
+from understudy.cluster.ray_supervisor import FOLDER, ProcessUpdate, supervisor_of
 from understudy.errors import ChildDied, ClusterError
+from understudy.observability.owned_folder import remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +302,7 @@ class RayProcesses(LocalProcesses):
         await super().close()
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.close)
+            remove_abandoned(Path(tempfile.gettempdir()), FOLDER)  # of supervisors that were lost
 
     def kill_now(self) -> None:
         for unit in list(self._supervisors):
