@@ -224,7 +224,9 @@ def _order(found: History) -> Iterator[str]:
         about = (span["launch"], span["name"], span.get("key", span.get("step")))
         begun.setdefault(about, []).append(span["start"])
         ended.setdefault(about, []).append(span["end"])
-    steps = {event.key: event.step for event in found.events if event.kind == "trained" and event.sign > 0}
+    # A later launch may train a row in a step that this one made before it had the row.
+    trained = found.events if len(found.launches) == 1 else ()
+    steps = {event.key: event.step for event in trained if event.kind == "trained" and event.sign > 0}
     for (launch, name, about), starts in begun.items():
         before = {"score": "rollout", "publish": "update", "checkpoint": "update"}.get(name)
         if before and (ends := ended.get((launch, before, about))) and min(starts) < min(ends) - _CLOCK:

@@ -62,7 +62,10 @@ def test_a_right_history_is_accepted() -> None:
         ({"letters": {"c": "row c is too long", "b": "row c is too long"}}, "has the reason of c"),
         ({"kept": [{**good().kept[0], "teacher": "sort"}]}, "was scored by sort"),
         (with_span("score", 0.5, key="b"), "score of b began before the first rollout"),
-        (with_span("score", 1.0, key="b"), "row b was trained before it was scored"),
+        (
+            {"launches": [Launch(0, ())], **with_span("score", 1.0, key="b")},
+            "row b was trained before it was scored",
+        ),
         (with_span("publish", 2.5, step=2), "publish of 2 began before the first update"),
         (with_span("checkpoint", 2.5, step=2), "checkpoint of 2 began before the first update"),
         ({"kept": [{**good().kept[0], "apart": 0.02}]}, "its scores are 0.02 nats from those of its teacher add"),

@@ -364,10 +364,13 @@ class EmbeddedDataPlane:
         if self._store.refusal is not None and str(self._store.refusal) == str(closed):
             return
         self._refuse(closed)
-        await self._store.journal.close()
-        self._store.dead_letters.flush()
-        self._store.spill.close()
-        self._lock.release()
+        with (
+            ExitStack() as last
+        ):  # also if the last commit fails: the next attempt of this process opens the folder again
+            last.callback(self._lock.release)
+            last.callback(self._store.spill.close)
+            last.callback(self._store.dead_letters.flush)
+            await self._store.journal.close()
 
     def _refuse(self, error: DataPlaneError) -> None:
         """Fail every waiting call, and every call from now on."""

@@ -41,6 +41,7 @@ from understudy.planning.preflight import preflight, require_extras
 from understudy.planning.ray_seating import cpus_of_own_ray, ray_layout
 from understudy.planning.resolved import is_deterministic
 from understudy.planning.this_machine import seat_here
+from understudy.policy.checkpoints.checkpoint import is_whole
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.run.changed_recipe import Change, changed_recipe, last_checkpoint_step, refuse_shorter
 from understudy.run.given import GivenRows
@@ -176,7 +177,8 @@ async def resume(
     refuse_shorter(run, recipe.trainer, len(data.train))
     recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
     saved = last_checkpoint_step(run)
-    if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":
+    finished = saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished"
+    if finished and await asyncio.to_thread(is_whole, run.checkpoints, saved):
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
             view.note(
                 f"nothing to do: {run.path} took all its {saved} steps already; trainer.steps=N goes on to step N"

@@ -166,6 +166,28 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str
 
 
 @pytest.mark.slow
+def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_its_last_steps_again(
+    recipe: Make, tmp_path: Path
+) -> None:
+    """It used to say that there was nothing to do."""
+    table = recipe("damaged")
+    run = Path(table["run"]["dir"])
+    code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet")
+    assert code == 0, output
+    lines, weights, _ = state_of(run)
+    model = run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-1] ^= 0xFF
+    model.chmod(0o600)
+    model.write_bytes(content)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    again, same, _ = state_of(run)
+    assert again == lines
+    assert all(same[name].tobytes() == weights[name].tobytes() for name in weights)
+
+
+@pytest.mark.slow
 def test_another_dataset_is_refused(recipe: Make, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()

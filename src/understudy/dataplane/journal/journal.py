@@ -146,9 +146,11 @@ class Journal:
         return await answer
 
     async def close(self) -> None:
-        if self.writer.failure is None:
-            await self.run(lambda connection: None)
-        await asyncio.to_thread(self.abandon)
+        try:
+            if self.writer.failure is None:
+                await self.run(lambda connection: None)
+        finally:
+            await asyncio.to_thread(self.abandon)
 
     def abandon(self) -> None:
         """Stop the thread and close the file; the open batch is not written."""

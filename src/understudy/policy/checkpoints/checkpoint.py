@@ -271,6 +271,14 @@ def verify(path: Path | str) -> None:
     _verified_step(Path(path))
 
 
+def is_whole(root: Path, step: int) -> bool:
+    """Whether the checkpoint of a step is as its manifest says."""
+    try:
+        return _verified_step(root / _name(step)) == step
+    except CheckpointError:
+        return False
+
+
 def _verified_step(path: Path) -> int:
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))

@@ -256,6 +256,25 @@ def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("error", [DataPlaneError("the last commit failed"), asyncio.CancelledError()])
+def test_a_plane_that_cannot_commit_at_its_end_gives_its_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A trainer that lost a rank or its critic opens the folder again in the same process."""
+
+    async def failing(work: object) -> None:
+        raise error
+
+    async def scenario() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, max_rows=9, max_bytes=999, spill_bytes=999)
+        monkeypatch.setattr(plane._store.journal, "run", failing)
+        with pytest.raises(type(error)):
+            await plane.close()
+        await EmbeddedDataPlane.open(tmp_path, max_rows=9, max_bytes=999, spill_bytes=999).close()
+
+    asyncio.run(scenario())
+
+
 def test_sync_flushes_the_log_the_spill_and_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
