@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 from forked_command import ForkedCommand, forked_command
 
 from understudy.cli.main import main
@@ -81,3 +82,9 @@ def run_cli(*arguments: str, fault: str | None = None) -> tuple[int, str]:
     finally:
         process.kill()  # a test that is given up leaves no run behind
     return process.returncode, output
+
+
+def living_children() -> list[psutil.Process]:
+    """Of this process, and theirs. One that has ended and was not waited for has no command line."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

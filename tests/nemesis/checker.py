@@ -217,7 +217,10 @@ def _kept(found: History) -> Iterator[str]:
 
 def _order(found: History) -> Iterator[str]:
     """Within a launch a row is written, then scored, then trained; a step is trained, then published and saved. Spans may be
-    missing, so only those that are there are compared. A launch may do a step again, after a rewind."""
+    missing, so only those that are there are compared. A launch may do a step again, after a rewind. A failing disk may cost
+    the lines that tell launches apart."""
+    if any(DISK in launch.faults for launch in found.launches):
+        return
     begun: dict[tuple[int, str, Any], list[float]] = {}
     ended: dict[tuple[int, str, Any], list[float]] = {}
     for span in found.spans:

@@ -42,6 +42,7 @@ _ANSWER_SECONDS = 10.0
 loop."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _POLL_SECONDS = 0.01
+_END_SECONDS = 1.0
 _LAST_WORD_SECONDS = 3.0
 """How long after a child's death a stopped fork server may take to report its exit code."""
 _BUSY_SECONDS = 60.0
@@ -119,6 +120,7 @@ class ForkServer:
                 if self._ended or time.monotonic() > deadline:
                     self._let_go()
                     self._process.kill()  # a late fork would be a child that we do not know of
+                    self._process.wait()
                     raise OSError("the fork server does not answer")
                 time.sleep(_POLL_SECONDS)
         return _Forked(pid, self)
@@ -163,7 +165,10 @@ class ForkServer:
                 message = b""
             if not message:
                 self._ended = True
-                self._process.poll()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(
+                        _END_SECONDS
+                    )  # its socket is closed a moment before it can be waited for
                 return None
             told = json.loads(message)
             if "pid" in told:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,11 @@ class Spans:
         self._encode = msgspec.json.Encoder(enc_hook=str).encode
         self.last_end = self._zero
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
+        if path and self._handle and not _ends_with_a_line(path):
+            with self._or_warn():
+                self._handle.write(
+                    b"\n"
+                )  # a killed launch left half a line, which would swallow the next one
         self._write("launch", self._zero, self._zero, {"at": round(time.time(), 3)})
 
     @contextmanager
@@ -105,3 +111,12 @@ class Spans:
             with self._or_warn():
                 self._handle.close()
             self._handle = None
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    """Whether the file is empty or its last line is whole."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from bigram_server import LAST_WORDS, lives, stand_in
-from small_runs import ASSETS
+from small_runs import ASSETS, living_children
 from vllm_student import write_student
 
 import understudy
@@ -81,7 +81,7 @@ def test_a_run_ends_with_the_last_words_of_a_server_that_does_not_stay_up(
     with pytest.raises(UnderstudyError, match=LAST_WORDS) as caught:
         understudy.train(table, progress=False)
     assert "cluster.restarts.teacher" in str(caught.value)
-    assert not [one for one in psutil.Process().children(recursive=True) if "--scores" in one.cmdline()]
+    assert not [one for one in living_children() if "--scores" in one.cmdline()]
 
 
 @pytest.mark.vllm
@@ -102,9 +102,7 @@ def test_a_real_vllm_is_killed_during_a_run(recipe: Make, tmp_path: Path) -> Non
     def kill(step: understudy.Step) -> None:
         if step.step == 1:
             (server,) = [
-                one
-                for one in psutil.Process().children(recursive=True)
-                if "vllm.entrypoints.openai.api_server" in one.cmdline()
+                one for one in living_children() if "vllm.entrypoints.openai.api_server" in one.cmdline()
             ]
             os.kill(server.pid, signal.SIGKILL)
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_runs import ASSETS, Command, start_cli, write_toml
+from small_runs import ASSETS, Command, living_children, start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
@@ -86,8 +86,9 @@ def undisturbed(uploads: Path) -> Path:
 
 
 def processes_of_critics() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "understudy.assembly.processes.critic" in child.cmdline()]
+    return [
+        child.pid for child in living_children() if "understudy.assembly.processes.critic" in child.cmdline()
+    ]
 
 
 def test_its_own_process_changes_no_bit(tmp_path: Path, uploads: Path) -> None:

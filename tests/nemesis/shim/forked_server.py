@@ -1,9 +1,12 @@
 """A trainer's fork server, forked from the trainer before it has threads, instead of a fresh Python that imports torch."""
 
 import json
+import math
 import os
 import signal
 import socket
+import subprocess
+import time
 
 from understudy.cluster import fork_server, fork_server_process
 
@@ -20,8 +23,13 @@ class _Process:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self):
-        return self.poll(0)
+    def wait(self, timeout=None):
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork server", timeout)
+            time.sleep(0.01)
+        return self.returncode
 
     def kill(self):
         if self.poll() is None:

@@ -99,3 +99,13 @@ def test_waits_are_kept_up_to_date_once_there_is_room(tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert json.loads(path.read_text())["status"] == "ended"
+
+
+def test_the_first_span_after_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+    """A killed trainer leaves a part of its buffer. The next launch was appended to it and lost."""
+    path = tmp_path / "spans.jsonl"
+    path.write_bytes(b'{"name":"launch","start":0.0,"end":0.0}\n{"name":"upd')
+    Spans(path).close()
+    Spans(path).close()
+    lines = path.read_bytes().splitlines()
+    assert [b'"launch"' in line for line in lines] == [True, False, True, True]
