@@ -144,7 +144,7 @@ def test_a_caller_that_gives_up_frees_the_engine(composed: Opened) -> None:
     runner, engine, _ = composed
 
     async def body() -> None:
-        long = asyncio.create_task(engine.generate(requests(8, Sampling(CONTEXT - 20))))
+        long = asyncio.create_task(engine.generate(requests(256, Sampling(CONTEXT - 20))))
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(engine.generate(requests(1, Sampling(2))))
         await asyncio.sleep(0.05)
