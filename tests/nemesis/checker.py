@@ -126,7 +126,8 @@ def _endings(found: History) -> Iterator[str]:
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
         if AT_START in launch.faults and re.search(
-            r"(ended with|exit) code -?\d+|Ray .* cannot be used", launch.output
+            r"(ended with|exit) code -?\d+|Ray .* cannot be used|teacher \w+, replica \w+ did not",
+            launch.output,
         ):
             allowed.add(2)
         if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
+from understudy.teacher.pool.supervisor import ReplicaSupervisor, SupervisorOptions
 from understudy.teacher.protocol import request_of
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
@@ -877,3 +878,19 @@ def test_metrics_flatten_to_names() -> None:
         assert all(isinstance(value, float) for value in flat.values())
 
     running(test, Rig())
+
+
+def test_a_replica_that_does_not_score_the_fixed_tokens_is_named() -> None:
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            async def never(*_: object, **__: object) -> None:
+                await asyncio.sleep(60)
+
+            return never
+
+    supervisor, replica = SimpleNamespace(teacher="add"), SimpleNamespace(name="0", client=Silent())
+    identify: Any = ReplicaSupervisor._identify
+    with pytest.raises(
+        TeacherError, match="teacher add, replica 0 did not score the fixed tokens within 0.1 s"
+    ):
+        asyncio.run(identify(supervisor, replica, 0.1))

@@ -263,7 +263,9 @@ class ReplicaSupervisor:
             async with asyncio.timeout(deadline):
                 return await identify(replica.client, deadline)
         except TimeoutError as error:
-            raise TeacherError(f"did not score the fixed tokens within {deadline:.1f} s") from error
+            raise TeacherError(
+                f"teacher {self.teacher}, replica {replica.name} did not score the fixed tokens within {deadline:.1f} s"
+            ) from error
 
     def _check_identity(self, replica: Replica, found: Identity) -> None:
         if found.manifest.version != self.version:
