@@ -891,6 +891,6 @@ def test_a_replica_that_does_not_score_the_fixed_tokens_is_named() -> None:
     supervisor, replica = SimpleNamespace(teacher="add"), SimpleNamespace(name="0", client=Silent())
     identify: Any = ReplicaSupervisor._identify
     with pytest.raises(
-        TeacherError, match="teacher add, replica 0 did not score the fixed tokens within 0.1 s"
+        TeacherError, match=r"teacher add, replica 0 did not score the fixed tokens within 0\.1 s"
     ):
         asyncio.run(identify(supervisor, replica, 0.1))
