@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from understudy.errors import PolicyError
 from understudy.nn.vision import is_vision, language_part
@@ -185,7 +185,20 @@ def is_about_a_connection(error: BaseException) -> bool:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one (collective: every rank must call it), or the tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, shard = tensor.device_mesh, tensor.to_local()
+    if mesh.ndim != 1 or tuple(tensor.placements) != (Shard(0),):
+        raise PolicyError(f"only weights that are sharded by rows can be gathered, not {tensor.placements}")
+    rows, *rest = tensor.shape
+    each = -(-rows // mesh.size())
+    if len(shard) < each:  # the last ranks have fewer rows, or none
+        shard = torch.cat([shard, shard.new_zeros(each - len(shard), *rest)])
+    found = shard.new_empty(each * mesh.size(), *rest)
+    # Not `DTensor.full_tensor`: it gathers in a group of NCCL operations. If a rank is lost during one, the group's
+    # destructor throws while the first error is being thrown, which ends the trainer with SIGABRT.
+    dist.all_gather_into_tensor(found, shard.contiguous(), group=mesh.get_group())
+    return found[:rows]
 
 
 def deal_rows(rows: Sequence[int], lengths: Sequence[int], keys: Sequence[str], size: int) -> list[list[int]]:

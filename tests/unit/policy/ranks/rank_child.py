@@ -14,6 +14,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import psutil
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from understudy.errors import LossInputError, PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -21,7 +23,7 @@ from understudy.policy.lora import LoraSettings
 from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy, follow
-from understudy.policy.ranks.shard import join, leave
+from understudy.policy.ranks.shard import join, leave, whole
 from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import RemoteBatch
@@ -120,6 +122,17 @@ def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
     leader.skip_step()
     leader.close()
     return losses
+
+
+def gather_weights(ranks: Any, folder: str) -> Any:
+    """The collectives that gather all weights, after they were found to be those of `full_tensor`."""
+    policy = Policy(qwen3(), settings(), ranks=ranks)
+    sharded = [one for one in policy.model.parameters() if isinstance(one, DTensor)]
+    expected = [one.detach().full_tensor() for one in sharded]
+    with CommDebugMode() as seen:
+        found = [whole(one.detach()) for one in sharded]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    return len(sharded), {str(name): count for name, count in seen.get_comm_counts().items()}
 
 
 def watch_rows(ranks: Any, folder: str, keys: list[str]) -> Any:
@@ -250,6 +263,7 @@ def gone_at_the_end(ranks: Any, folder: str) -> Any:
 
 JOBS = {
     "fail_alone": fail_alone,
+    "gather_weights": gather_weights,
     "gone_at_the_end": gone_at_the_end,
     "lead_and_follow": lead_and_follow,
     "rows_by_name": rows_by_name,
