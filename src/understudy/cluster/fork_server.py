@@ -77,8 +77,6 @@ class ForkServer:
         self._ready = False
         self._ended = False
         self._codes: dict[int, int] = {}
-        self._dead_since: dict[int, float] = {}
-        """Dead children whose exit code has not been reported, with the time their death was seen."""
         only_here(self, ForkServer._let_go)
 
     @property
@@ -125,15 +123,16 @@ class ForkServer:
                 time.sleep(_POLL_SECONDS)
         return _Forked(pid, self)
 
-    def code_of(self, pid: int) -> int | None:
+    def code_of(self, child: _Forked) -> int | None:
         """A child's exit code; None while it lives."""
         with self._lock:
             self._hear()
-            code = self._codes.pop(pid, None)
+            code = self._codes.pop(child.pid, None)
             if code is not None:
-                self._say({"bury": pid})
-            elif not _lives(pid):
-                waited = time.monotonic() - self._dead_since.setdefault(pid, time.monotonic())
+                self._say({"bury": child.pid})
+            elif not _lives(child.pid):
+                child.dead_since = child.dead_since or time.monotonic()
+                waited = time.monotonic() - child.dead_since
                 patience = _LAST_WORD_SECONDS if _state(self._process.pid) in "TtZX" else _BUSY_SECONDS
                 if self._ended or waited > patience:
                     return -signal.SIGKILL  # the fork server cannot report it any more
@@ -201,10 +200,12 @@ class _Forked:
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.dead_since: float | None = None
+        """When its death was seen, while its exit code has not been reported. Not kept by pid: pids are used again."""
         self._server = server
 
     def poll(self) -> int | None:
-        if self.returncode is None and (code := self._server.code_of(self.pid)) is not None:
+        if self.returncode is None and (code := self._server.code_of(self)) is not None:
             self.returncode = code
         return self.returncode
 

@@ -180,9 +180,25 @@ def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
     monkeypatch.setattr(own, "_hear", lambda: None)  # it has said nothing yet
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert [own.code_of(gone.pid), own.code_of(gone.pid)] == [None, None]
+    child = fork_server._Forked(gone.pid, own)
+    assert [child.poll(), child.poll()] == [None, None]
     own._codes[gone.pid] = 2
-    assert own.code_of(gone.pid) == 2
+    assert child.poll() == 2
+
+
+def test_a_child_with_the_number_of_an_earlier_one_is_given_its_own_time(
+    own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that had ended with 0 was told as killed: a child an hour before it had the same pid."""
+    monkeypatch.setattr(fork_server, "_BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(own, "_hear", lambda: None)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    earlier, later = (fork_server._Forked(gone.pid, own) for _ in range(2))
+    assert earlier.wait(10) == -signal.SIGKILL
+    assert later.poll() is None
+    own._codes[gone.pid] = 0
+    assert later.poll() == 0
 
 
 def test_a_fork_server_that_does_not_get_ready_is_not_waited_for_for_ever(
