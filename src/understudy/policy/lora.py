@@ -8,7 +8,8 @@ merged weights under the base model's own names; engine processes may get the ad
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,6 +78,16 @@ def peft_config(settings: LoraSettings) -> Any:
 def peft_name(name: str) -> str:
     """The name of an adapter's tensor in peft's files."""
     return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+
+
+def adapted_weights(model: nn.Module, targets: Collection[str], *, language_only: bool = False) -> set[str]:
+    """The weights of a model without adapters that `add_lora` would give one, by name."""
+    return {
+        f"{name}.weight"
+        for name, _ in model.named_modules()
+        if any(f".{name}".endswith(f".{one}") for one in targets)
+        and not (language_only and re.fullmatch(_VISION, name))
+    }
 
 
 def is_adapter(name: str) -> bool:

@@ -6,14 +6,14 @@ Adapters are sent as named tensors, like whole weights (`snapshots.py`, `broadca
 sent: an engine process loads it from the same folder as the trainer. The mark is a hash of the base. If
 trainer and engine differ in it, the engine refuses the adapters. Every version is merged from the kept
 base, so rounding errors do not accumulate over publishes. An engine that takes adapters holds the adapted
-layers twice.
+layers twice. So it has the whole base at any time, and may score with it (`AdaptedModel.keep_base`).
 
 Legend: O outputs, I inputs of a layer, R rank of its adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import torch
@@ -65,6 +65,25 @@ class AdaptedModel:
         self._mark: bytes | None = None
         self._base: dict[str, Tensor] = {}
         """The adapted layers' weights without an adapter."""
+        self._base_in_use = False
+        """Other modules compute with the base, so it may not change."""
+
+    def keep_base(self, modules: nn.Module, adapted: Collection[str]) -> None:
+        """Puts the base into `modules`, a copy of the model's modules that shares its parameters.
+
+        Called once, before any weights arrive. The layers in `adapted`, which will get adapters, are copied; the
+        other tensors are the model's own. From then on other adapters and whole weights are refused.
+        """
+        base: dict[int, nn.Parameter] = {}
+        for name, parameter in self._model.named_parameters():
+            kept = parameter.detach()
+            if name in adapted:
+                kept = self._base[name] = kept.clone()
+            base[id(parameter)] = nn.Parameter(kept, requires_grad=False)
+        for module in modules.modules():
+            for name, own in list(module.named_parameters(recurse=False)):
+                setattr(module, name, base[id(own)])
+        self._base_in_use = True
 
     def weights(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight of the model by name; adapted ones are merged, the rest are the model's own
@@ -93,6 +112,11 @@ class AdaptedModel:
                 raise EngineError(
                     f"an adapter of {list(up_OR.shape)} × {list(down_RI.shape)} came for {name}; this model has {found}"
                 )
+            if self._base_in_use and name not in self._base:
+                raise EngineError(
+                    f"an adapter came for {name}, which a teacher in this process shares with the engine; set "
+                    "teachers.NAME.placement = 'standalone'"
+                )
 
     @torch.no_grad()
     def _merged(
@@ -114,6 +138,11 @@ class AdaptedModel:
 
     def replaced(self) -> None:
         """After whole weights arrived: they are the base of the next adapters."""
+        if self._base_in_use:
+            raise EngineError(
+                "whole weights came, and the base of this engine is a teacher (placement = 'engine'); set student.lora.publish = "
+                "'adapter'"
+            )
         self._mark, self._base = None, {}
 
 

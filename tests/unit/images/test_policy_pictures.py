@@ -17,6 +17,7 @@ from understudy.media.store import MediaStore
 from understudy.nn.vision import language_part
 from understudy.policy.assemble import Assembler
 from understudy.policy.load import load_student
+from understudy.policy.lora import LoraSettings, adapted_weights, add_lora
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.types.batch import Batch
@@ -130,3 +131,15 @@ def test_a_step_trains_the_language_part_alone(tmp_path: Path) -> None:
 def test_packed_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="reads pictures and trains on padded rows"):
         policy_of(folder_of("qwen3_vl"), MediaStore(tmp_path), layout=Layout.PACKED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("language_only", [True, False])
+def test_the_layers_with_adapters_are_known_before_they_get_them(family: str, language_only: bool) -> None:
+    pytest.importorskip("peft")
+    model = load_student(str(folder_of(family))).model
+    targets = ("q_proj", "down_proj", "fc1", "qkv")
+    named = adapted_weights(model, targets, language_only=language_only)
+    add_lora(model, LoraSettings(rank=1, targets=targets, language_only=language_only))
+    adapted = {name for name, _ in model.named_parameters() if name.endswith(".base_layer.weight")}
+    assert named == {name.replace(".base_layer", "") for name in adapted}

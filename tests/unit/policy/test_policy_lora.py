@@ -10,7 +10,7 @@ from small_student import cross_entropy, qwen3, settings, token_mean, varied_bat
 
 from understudy.errors import PolicyError
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
-from understudy.policy.lora import LoraSettings, add_lora, merged_weights
+from understudy.policy.lora import LoraSettings, adapted_weights, add_lora, merged_weights
 from understudy.policy.policy import Policy
 
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -145,3 +145,15 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
 def test_targets_that_do_not_exist_are_named() -> None:
     with pytest.raises(PolicyError, match="do not fit Qwen3ForCausalLM"):
         Policy(qwen3(), settings(lora=LoraSettings(targets=("nonsense",))))
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("self_attn.o_proj",), ("proj",), ("lm_head",)])
+def test_adapted_weights_are_those_that_peft_adapts(targets: tuple[str, ...]) -> None:
+    model = qwen3(tied=False)
+    named = adapted_weights(model, targets)
+    try:
+        add_lora(model, LoraSettings(rank=1, targets=targets))
+    except PolicyError:
+        assert not named
+    ours = {name.replace(".base_layer", "") for name, _ in model.named_parameters() if ".base_layer." in name}
+    assert named == ours

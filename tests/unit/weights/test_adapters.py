@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from understudy.engines.local.engine import sharing_copy
 from understudy.errors import EngineError
 from understudy.weights.adapters import AdaptedModel, base_mark, is_of_adapters, packed_adapter, packed_mark
 
@@ -98,3 +99,35 @@ def test_a_mark_tells_names_types_places_and_every_bit() -> None:
 def test_their_names_are_no_weights_names() -> None:
     assert all(is_of_adapters(name) for name, _ in adapters(model(), 0))
     assert not any(is_of_adapters(name) for name, _ in model().named_parameters())
+
+
+def test_modules_over_the_base_share_what_no_adapter_changes() -> None:
+    """They compute with the base, whatever adapters come; only adapted layers are there twice, tied ones too."""
+    engine = nn.Sequential(model(), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    engine[2].weight = engine[1].weight
+    plain, before = sharing_copy(engine), [one.clone() for one in engine.parameters()]
+    adapted = AdaptedModel(engine)
+    adapted.keep_base(plain, {"0.0.weight"})
+    theirs = dict(engine.named_parameters())
+    for name, tensor in plain.named_parameters():
+        assert (tensor.data_ptr() == theirs[name].data_ptr()) == (name != "0.0.weight"), name
+        assert not tensor.requires_grad and theirs[name].requires_grad
+    assert plain[2].weight is plain[1].weight
+    assert plain[0][0].weight.data_ptr() == adapted._base["0.0.weight"].data_ptr(), (
+        "the one that merging needs"
+    )
+    mark = packed_mark(base_mark(engine.named_parameters()))
+
+    def adapter(name: str, version: int) -> Named:
+        rows, columns = theirs[name].shape
+        return [mark, *packed_adapter(name, torch.ones(1, columns), torch.full((rows, 1), 1.0), version)]
+
+    for version in (1, 2):
+        take(adapted, engine, adapter("0.0.weight", version))
+        assert torch.equal(theirs["0.0.weight"], before[0] + version)
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), before, strict=True))
+    with pytest.raises(EngineError, match=r"an adapter came for 0\.2\.weight, which a teacher"):
+        take(adapted, engine, adapter("0.2.weight", 3))
+    with pytest.raises(EngineError, match=r"set student\.lora\.publish = 'adapter'"):
+        adapted.replaced()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), before, strict=True))
