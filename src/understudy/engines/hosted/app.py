@@ -22,7 +22,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
@@ -68,8 +68,10 @@ class HostApp:
         address: str = "127.0.0.1",
         device: str = "cpu",
         adapted: AdaptedModel | None = None,
+        beside: Sequence[tuple[str, ASGIApp]] = (),
     ) -> None:
-        """`adapted` wraps the engine's own model, if it accepts adapters without whole weights."""
+        """`adapted` wraps the engine's own model, if it accepts adapters without whole weights. `beside`: further
+        applications, by the prefix of their paths."""
         self._engine, self._adapted = engine, adapted
         self._incoming, self._receiving = OrderedWeights(weights, address, device), asyncio.Lock()
         self._aborted_through = -1
@@ -87,6 +89,7 @@ class HostApp:
                     for path, handler in routes.items()
                 ),
                 Route("/health", answering(self.health, *_REFUSED)),
+                *(Mount(prefix, one) for prefix, one in beside),
             ]
         )
         self.asgi: ASGIApp = Gate(app, token)

@@ -33,7 +33,7 @@ from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.errors import EngineError, UnderstudyError
 from understudy.observability.report import many
 from understudy.serving.endpoint import Endpoint, Traffic
-from understudy.serving.supervisor import RestartCount, Restarts
+from understudy.serving.supervisor import RestartCount, Restarts, StartedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,33 @@ class HostedEngine:
     def _is_given_up(self, host: EngineReplica) -> bool:
         gone = host.resting_until != 0.0 and host.name not in self._restarting
         return gone and self._restarts[host.name].spent
+
+    # --- who computes beside the engine in its processes -------------------------------------------------------
+
+    @property
+    def hosts(self) -> list[str]:
+        return self._processes.names
+
+    def process_of(self, host: str) -> StartedProcess | None:
+        """The newest process of a host; it may have ended, or not serve yet."""
+        return self._processes.newest(host)
+
+    async def serving(self, host: str) -> Endpoint:
+        """The address of a host's process. Waits while it is started again, and starts it if it has died."""
+        (replica,) = (one for one in self._replicas.all if one.name == host)
+        if replica.resting_until == 0.0 and not self._processes.alive(host):
+            self._lost(replica, self._channels[host], f"the process of {host} is gone")
+        async with self._news:
+            while replica.resting_until != 0.0:
+                if self._closed or self._is_given_up(replica):
+                    raise EngineError(f"engine {host} does not serve. {self._restarts[host].problem}")
+                await self._news.wait()
+        return replica.endpoint
+
+    def replace(self, host: str, problem: str) -> None:
+        """Starts a host's process again, although it lives. Its batches are sent to another one, or again."""
+        (replica,) = (one for one in self._replicas.all if one.name == host)
+        self._lost(replica, self._channels[host], problem)
 
     # --- control ----------------------------------------------------------------------------------------------
 

@@ -10,13 +10,15 @@ is left to stop it. What a trainer that is gone too left in the weights folder i
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from starlette.types import ASGIApp
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -39,7 +41,7 @@ from understudy.weights.broadcast import gpu_id
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = process_arguments("understudy.engines.hosted.process", __doc__)
     parser.add_argument("--model", required=True, help="folder or hub id; weights published later replace it")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
@@ -60,36 +62,48 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="run the code that comes with the model; a hub id needs --revision",
     )
     parser.add_argument("--attention", default=AUTO, help="auto, or one of transformers' implementations")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return arguments().parse_args(argv)
 
 
 def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
-    """Loads the student as the trainer does (safetensors only, the same attention), so that bits agree.
+    """The engine, and the same model wrapped for adapters."""
+    model = load_model(args)
+    return engine_over(model, args), AdaptedModel(model)
 
-    Returns the engine, and the same model wrapped for adapters.
-    """
+
+def load_model(args: argparse.Namespace) -> Any:
+    """Loads the student as the trainer does (safetensors only, the same attention), so that bits agree."""
     if args.trust_remote_code and args.revision is None and not Path(args.model).is_dir():
         raise EngineError(
             f"--trust-remote-code for {args.model} runs code from the hub: pin it with --revision"
         )
-    options = {"trust_remote_code": args.trust_remote_code, "revision": args.revision}
     try:
-        model = load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **options)
+        # Parameters keep requires_grad, as in training: without it torch picks kernels with other last bits.
+        return load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **_source(args))
     except CannotLoadError as error:
         raise EngineError(f"the model {args.model} cannot be loaded: {error}") from error
-    # Parameters keep requires_grad, as in training: without it torch picks kernels with other last bits.
-    engine = HFEngine(
+
+
+def engine_over(model: Any, args: argparse.Namespace) -> HFEngine:
+    return HFEngine(
         model,
         max_batch=args.max_batch,
         device=args.device,
         pad_id=args.pad_id,
         max_length=args.max_length,
         batching=Batching(args.batching),
-        detokenize=_detokenize(args.model, options),
+        detokenize=_detokenize(args.model, _source(args)),
         kept_as=KeptAs(args.kv_cache),
         pictures=_pictures(args),
     )
-    return engine, AdaptedModel(model)
+
+
+def _source(args: argparse.Namespace) -> dict[str, Any]:
+    return {"trust_remote_code": args.trust_remote_code, "revision": args.revision}
 
 
 def _pictures(args: argparse.Namespace) -> PictureReader | None:
@@ -106,12 +120,24 @@ def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-async def run(process: Process) -> None:
+def begin(process: Process) -> socket.socket:
+    """Binds the port and sets up torch, before anything is loaded."""
     args, sock = process.args, process.bind()
     if args.threads:
         torch.set_num_threads(args.threads)
     keep_to_repeatable(args.deterministic, args.device)
-    engine, adapted = load_engine(args)
+    return sock
+
+
+async def serve_engine(
+    process: Process,
+    sock: socket.socket,
+    engine: HFEngine,
+    adapted: AdaptedModel,
+    beside: Sequence[tuple[str, ASGIApp]] = (),
+) -> None:
+    """Serves until a signal. `beside`: further applications, by the prefix of their paths."""
+    args = process.args
     app = HostApp(
         engine,
         token=process.token,
@@ -119,17 +145,27 @@ async def run(process: Process) -> None:
         address=sock.getsockname()[0],
         device=args.device,
         adapted=adapted,
+        beside=beside,
     )
     await serve(process, app.asgi, sock, what="the engine writes", gpu=gpu_id(args.device))
     await engine.close()
 
 
+async def run(process: Process) -> None:
+    sock = begin(process)
+    engine, adapted = load_engine(process.args)
+    await serve_engine(process, sock, engine, adapted)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+    return engine_main(run, parse_args(argv))
+
+
+def engine_main(body: Callable[[Process], Coroutine[Any, Any, None]], args: argparse.Namespace) -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
-    return process_main(run, args, before_orphaned_exit=tidy)
+    return process_main(body, args, before_orphaned_exit=tidy)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,13 @@ class HostProcesses:
     replica-0, replica-1, …"""
 
     def __init__(
-        self, launcher: HostLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
+        self,
+        launcher: HostLauncher,
+        arguments: Sequence[str],
+        env: Sequence[Mapping[str, str]],
+        module: str = HOST_MODULE,
     ) -> None:
-        self._launcher, self._arguments = launcher, arguments
+        self._launcher, self._module, self._arguments = launcher, module, arguments
         # The token goes through the environment: command lines are readable by every user of the machine.
         self._token = secrets.token_urlsafe(24)
         self._env = [{**one, "UNDERSTUDY_TOKEN": self._token} for one in env]
@@ -33,7 +37,7 @@ class HostProcesses:
         """Ends the old process, starts a new one, and returns its address once it can generate."""
         await self.stop(name)
         env, process = self._env[self.names.index(name)], process_name(name)
-        child = await self._launcher.start(process, HOST_MODULE, list(self._arguments), env)
+        child = await self._launcher.start(process, self._module, list(self._arguments), env)
         self._children[name] = child
         shares = self._launcher.shares_memory(process)
         return Endpoint(
@@ -42,6 +46,10 @@ class HostProcesses:
 
     async def stop(self, name: str) -> None:
         await self._launcher.stop(process_name(name))
+
+    def newest(self, name: str) -> StartedProcess | None:
+        """The process that was started last; it may have ended."""
+        return self._children.get(name)
 
     def alive(self, name: str) -> bool:
         return name in self._children and self._children[name].alive
