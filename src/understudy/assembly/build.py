@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -79,7 +79,6 @@ from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.system import Learner, MicroBatches, Producer, RunState, Saves, System, TeacherParts
 from understudy.types.usable_ids import UsableIds
-from understudy.weights.publish import WeightPublisher
 
 
 @asynccontextmanager
@@ -143,6 +142,18 @@ async def build(
             asyncio.to_thread(longest_request, settings.engine, recipe.data, student, rows)
         )
         stack.callback(longest.cancel)
+        opening = partial(
+            _engine,
+            settings,
+            rollout_devices(recipe.rollout, seating, gpus),
+            processes,
+            student,
+            view,
+            longest,
+            stack,
+        )
+        # A teacher in the engine's processes starts after them; the others start first, while prompts are measured.
+        engine = await opening() if settings.engine.scored_base is not None else None
         teachers = await start_teachers(
             settings.teachers,
             processes,
@@ -159,22 +170,16 @@ async def build(
             view,
             secrets.token_urlsafe(24),
             remote_scoring,
+            engine,
         )
         stack.push_async_callback(teachers.close)
         await stack.enter_async_context(open_for_requests(run, teachers))
         pools = teachers.pools
 
-        policy, engine, publisher = await _policy_and_engine(
-            settings,
-            rollout_devices(recipe.rollout, seating, gpus),
-            run,
-            processes,
-            student,
-            usable,
-            stack,
-            view,
-            await longest,
-        )
+        if engine is None:
+            engine = await opening()
+        policy = await _policy(settings, run, processes, student, usable, stack, view)
+        publisher = publisher_of(settings.engine, policy, engine)
         checkpoints = _checkpoints(recipe, run)
         self_teachers = self_teachers_of(
             recipe.teachers,
@@ -337,31 +342,38 @@ async def _loops(
     )
 
 
-async def _policy_and_engine(
+async def _engine(
     settings: Resolved,
     devices: Sequence[str],
+    processes: LocalProcesses,
+    student: LoadedModel,
+    view: LiveView,
+    longest: Awaitable[int | None],
+    stack: AsyncExitStack,
+) -> Engine:
+    """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
+
+    The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
+    into it), or trains while rollouts continue. `devices` and `longest` as in `open_engine`."""
+    engine = await open_engine(settings.engine, student, processes, view, devices, await longest)
+    stack.push_async_callback(engine.close)
+    return engine
+
+
+async def _policy(
+    settings: Resolved,
     run: RunDir,
     processes: LocalProcesses,
     student: LoadedModel,
     usable: UsableIds | None,
     stack: AsyncExitStack,
     view: LiveView,
-    longest: int | None,
-) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
-    """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
-
-    The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
-    into it), or trains while rollouts continue. `devices` and `longest` as in `open_engine`."""
+) -> Policy | LeadingPolicy:
     own, on_bad_rows = policy_settings(settings.learn, usable), partial(keep_refused, run, "student")
-    engine = await open_engine(settings.engine, student, processes, view, devices, longest)
-    stack.push_async_callback(engine.close)
-    policy: Policy | LeadingPolicy
     ranks = settings.learn.trainer.ranks
     if ranks == 1:
-        policy = Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
-    else:
-        policy = await start_ranks(ranks, run, processes, student, own, on_bad_rows, stack, view)
-    return policy, engine, publisher_of(settings.engine, policy, engine)
+        return Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
+    return await start_ranks(ranks, run, processes, student, own, on_bad_rows, stack, view)
 
 
 def _metrics(recipe: Recipe, run: RunDir, stack: AsyncExitStack, view: LiveView) -> LoggedMetrics:

@@ -6,19 +6,25 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
+from understudy.assembly.processes.scoring_engine import EngineBase
 from understudy.engines.hosted.engine import HostedEngine
-from understudy.engines.hosted.processes import HostProcesses
+from understudy.engines.hosted.processes import HOST_MODULE, HostProcesses
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.launcher import HostLauncher
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
 from understudy.nn.pretrained import AUTO
-from understudy.planning.resolved import EngineSettings
+from understudy.planning.resolved import EngineSettings, ScoredBase
 from understudy.serving.supervisor import Restarts
+from understudy.teacher.manifest import RequestBatching
+from understudy.teacher.replica.in_process import BaseReplica
 from understudy.trainers.models import LoadedModel
 from understudy.weights.snapshots import Snapshots
+
+SCORING_MODULE = "understudy.assembly.processes.scoring_engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,12 @@ class HostSettings:
     """The attention implementation of transformers, as in training."""
     media: str = ""
     """The folder of the run's pictures, for a vision-language student."""
+    base: EngineBase | None = None
+    """The teachers that score in every process with the student's base."""
+
+    @property
+    def module(self) -> str:
+        return HOST_MODULE if self.base is None else SCORING_MODULE
 
     def arguments(self, weights: str) -> list[str]:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
@@ -58,6 +70,7 @@ class HostSettings:
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         words += ["--attention", self.attention] if self.attention != AUTO else []
         words += ["--media", self.media] if self.media else []
+        words += [] if self.base is None else ["--base", msgspec.json.encode(self.base).decode()]
         return words + (["--revision", self.revision] if self.revision else [])
 
 
@@ -79,7 +92,7 @@ async def start_hosts(
     snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
     threads = {"OMP_NUM_THREADS": str(settings.threads)}
     arguments = settings.arguments(str(snapshots.folder))
-    hosts = HostProcesses(launcher, arguments, [{**threads, **one} for one in env])
+    hosts = HostProcesses(launcher, arguments, [{**threads, **one} for one in env], settings.module)
     starting = [asyncio.ensure_future(hosts.restart(name)) for name in hosts.names]
     try:
         endpoints = await asyncio.gather(*starting)
@@ -122,6 +135,7 @@ async def hosts_of(
         revision=settings.student.revision,
         attention=settings.student.attention,
         media=str(student.pictures.store.folder) if student.pictures is not None else "",
+        base=None if (base := settings.scored_base) is None else _scoring(base, deterministic),
     )
     env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in devices]
     size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())
@@ -133,3 +147,9 @@ async def hosts_of(
         restarts=Restarts(most=settings.restarts),
         notify=notify,
     )
+
+
+def _scoring(base: ScoredBase, deterministic: bool) -> EngineBase:
+    batching = RequestBatching.BY_REQUEST if deterministic else RequestBatching.BY_ARRIVAL
+    replicas = [BaseReplica.of(name, teacher, batching) for name, teacher in base.teachers.items()]
+    return EngineBase(replicas, base.targets, base.freeze_vision)

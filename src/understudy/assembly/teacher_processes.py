@@ -3,6 +3,7 @@
     replica 0 ─┬─ rank 0   answers HTTP        CUDA_VISIBLE_DEVICES = the replica's GPUs, device cuda:0
                └─ rank 1   holds a part        the same GPUs, device cuda:1
 
+With `placement = "engine"` a replica sits in an engine process, which the engine starts.
 With `backend = "vllm"` a replica is one vLLM server over all its GPUs, behind the parent process that engines use
 (`engines/servers/vllm_process.py`).
 
@@ -15,22 +16,28 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from understudy.assembly.processes.scoring_engine import path_of
 from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.hosted.processes import process_name
 from understudy.engines.servers.vllm_servers import (
     VLLMServers,
     cpu_environment,
     cpu_options,
     picture_options,
 )
+from understudy.errors import TeacherError
 from understudy.media.store import REPLICA_FOLDER
 from understudy.observability.owned_folder import OwnedFolder, remove_abandoned
 from understudy.planning.preflight import vllm_python
 from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import StartedProcess
 from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.together import together
 from understudy.trainers.models import resolve_device
@@ -169,6 +176,54 @@ class LocalTeachers:
             arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
             arguments += ["--rendezvous", f"file://{rendezvous}"]
         return arguments
+
+
+class EngineTeachers:
+    """The base of a LoRA student in the engine processes: replica i sits in process i. Called by its pool.
+
+    The engine starts its processes, and again those that die. A replica in one that lives and does not score as it should
+    has it replaced.
+    """
+
+    following: None = None
+
+    def __init__(self, processes: LocalProcesses, name: str, engine: HostedEngine, place: int) -> None:
+        """`place`: which of the teachers in these processes it is."""
+        self._processes, self._name, self._engine, self._place = processes, name, engine, place
+        self._sits_in: dict[str, StartedProcess | None] = {}
+        self.endpoints: dict[str, Endpoint] = {}
+
+    @property
+    def replicas(self) -> int:
+        return len(self._engine.hosts)
+
+    async def start(self, replica: str) -> Endpoint:
+        if int(replica) >= self.replicas:
+            raise TeacherError(
+                f"teacher {self._name} has a replica in each of the {self.replicas} engine process(es), and no more; resume with a higher "
+                "rollout.processes"
+            )
+        host = self._engine.hosts[int(replica)]
+        if self.alive(replica):
+            self._engine.replace(host, f"teacher {self._name} in {host} did not prove itself")
+        engine = await self._engine.serving(host)
+        self._sits_in[replica] = self._engine.process_of(host)
+        self.endpoints[replica] = replace(engine, url=engine.url + path_of(self._place))
+        return self.endpoints[replica]
+
+    async def stop(self, replica: str) -> None:
+        """The engine goes on."""
+
+    def alive(self, replica: str) -> bool:
+        process = self._sits_in.get(replica)
+        newest = self._engine.process_of(self._engine.hosts[int(replica)])
+        return process is not None and process is newest and process.alive
+
+    def last_words(self, replica: str) -> str:
+        return self._processes.last_words(process_name(self._engine.hosts[int(replica)]))
+
+    def forget(self, replica: str) -> None:
+        self.endpoints.pop(replica, None)
 
 
 class VLLMTeachers:

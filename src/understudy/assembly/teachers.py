@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import LocalTeachers, VLLMTeachers
+from understudy.assembly.teacher_processes import EngineTeachers, LocalTeachers, VLLMTeachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
+from understudy.engines.base import Engine
+from understudy.engines.hosted.engine import HostedEngine
 from understudy.errors import ConfigError, TeacherError
 from understudy.media.processor import PictureReader, patching_difference
 from understudy.media.store import MediaStore
@@ -44,7 +46,7 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
-from understudy.teacher.replica.in_process import BaseTeacher
+from understudy.teacher.replica.in_process import BaseReplica, BaseTeacher
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.vocabulary import Vocabulary
@@ -120,6 +122,9 @@ class StudentFacts:
         return None if self.pictures is None else self.pictures.store
 
 
+TeacherLauncher = LocalTeachers | VLLMTeachers | BaseTeacher | EngineTeachers
+
+
 @dataclass(frozen=True, slots=True)
 class Teachers:
     """The teachers of a run. Used on the event loop."""
@@ -127,7 +132,7 @@ class Teachers:
     pools: dict[str, TeacherPool]
     heads: dict[str, TeacherHead] = field(default_factory=dict)
     """Output heads by teacher, if rows carry hidden states. A head is fetched once."""
-    launchers: dict[str, LocalTeachers | VLLMTeachers | BaseTeacher] = field(default_factory=dict)
+    launchers: dict[str, TeacherLauncher] = field(default_factory=dict)
     """Launchers by teacher. External teachers have none."""
     tokens: dict[str, str | None] = field(default_factory=dict)
     """The bearer token of each external teacher's servers."""
@@ -182,10 +187,11 @@ async def start_teachers(
     view: LiveView,
     token: str,
     remote: RemoteScoring | None = None,
+    engine: Engine | None = None,
 ) -> Teachers:
     """Starts all teachers at once and checks them against the student. If one fails, all are stopped.
 
-    With `remote`, the requests of remote rows are sent by workers."""
+    With `remote`, the requests of remote rows are sent by workers. `engine`: where a teacher sits in its processes."""
     batching = RequestBatching.BY_REQUEST if settings.deterministic else RequestBatching.BY_ARRIVAL
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
     for name, teacher in settings.teachers.items():
@@ -193,7 +199,13 @@ async def start_teachers(
             teachers.tokens[name] = token_of(name, teacher)
         elif teacher.placement == "trainer":
             assert student.base is not None
-            teachers.launchers[name] = BaseTeacher(name, teacher, batching, token, student.base)
+            teachers.launchers[name] = BaseTeacher(
+                BaseReplica.of(name, teacher, batching), token, student.base
+            )
+        elif teacher.placement == "engine":
+            assert isinstance(engine, HostedEngine)
+            place = sum(isinstance(one, EngineTeachers) for one in teachers.launchers.values())
+            teachers.launchers[name] = EngineTeachers(processes, name, engine, place)
         elif teacher.starts_vllm:
             teachers.launchers[name] = VLLMTeachers(
                 processes, name, teacher, batching, token, seats, settings.teachers_choose, student.family
@@ -204,7 +216,10 @@ async def start_teachers(
                 launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
             teachers.launchers[name] = launcher
         teachers.pools[name] = _pool(name, teacher, teachers, student, view, remote, settings, batching)
-    replicas = sum(len(teacher.urls) or teacher.replicas for teacher in settings.teachers.values())
+    replicas = sum(
+        len(teacher.urls) or _replicas(teacher, teachers.launchers.get(name))
+        for name, teacher in settings.teachers.items()
+    )
     view.phase(f"starting {many(len(teachers.pools), 'teacher')}, {many(replicas, 'replica')}")
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -215,6 +230,10 @@ async def start_teachers(
         raise
     view.phase("")
     return teachers
+
+
+def _replicas(teacher: TeacherConfig, launcher: TeacherLauncher | None) -> int:
+    return launcher.replicas if isinstance(launcher, EngineTeachers) else teacher.replicas
 
 
 def _pool(
@@ -246,7 +265,7 @@ def _pool(
         endpoints = [Endpoint(url, teachers.tokens[name]) for url in teacher.urls]
         specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(endpoints)]
     else:
-        specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
+        specs = [ReplicaSpec(str(i)) for i in range(_replicas(teacher, launcher))]
     if launcher is not None and not teacher.starts_vllm:
         native: Connect = partial(connect_native, usable=usable, media=student.media)
         if remote is not None:

@@ -15,7 +15,9 @@ Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attenti
 """Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows if the
 model supports that, and `eager` if the model has no `sdpa` (soft caps, attention sinks). A name: that one,
 over padded rows."""
-_PLACEMENTS = ("standalone", "pool", "external", "trainer")
+_PLACEMENTS = ("standalone", "pool", "external", "trainer", "engine")
+OF_BASES = ("trainer", "engine")
+"""Placements of a teacher that is the base of a LoRA student and has no processes of its own."""
 
 
 def _named(model: str) -> str:
@@ -104,8 +106,9 @@ class TeacherConfig(Section):
     replicas: Annotated[int, Field(ge=0)] = 1
     """How many server processes hold this teacher."""
     placement: Annotated[str, WithJsonSchema({"type": "string", "enum": [*_PLACEMENTS]})] = "standalone"
-    """`pool` (a slice of a named pool), `standalone` (own processes and devices), `external` (`urls`), or
-    `trainer`: the frozen base of a LoRA student scores in the trainer's process, without a copy of its own."""
+    """`pool` (a slice of a named pool), `standalone` (own processes and devices), `external` (`urls`), or the frozen
+    base of a LoRA student without a copy of its own: `trainer` in the trainer's process, `engine` in every engine process
+    (`rollout.processes`)."""
     pool: str | None = None
     """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
     urls: list[str] = Field(default=[])
@@ -162,11 +165,11 @@ class TeacherConfig(Section):
         if placement == "colocate":
             raise ValueError(
                 "refused: a teacher that shares the student's memory by taking turns is slept and woken every step, and "
-                "woke up with wrong weights in other systems; use 'standalone', 'pool' or 'external' (or 'trainer': the base of a LoRA "
-                "student, which shares tensors that never change)"
+                "woke up with wrong weights in other systems; use 'standalone', 'pool' or 'external' (or 'trainer' or 'engine': the base "
+                "of a LoRA student, which shares tensors that never change)"
             )
         if placement not in _PLACEMENTS:
-            raise ValueError("expected 'pool', 'standalone', 'external' or 'trainer'")
+            raise ValueError("expected 'pool', 'standalone', 'external', 'trainer' or 'engine'")
         return placement
 
     @model_validator(mode="after")
@@ -251,7 +254,7 @@ class TeacherConfig(Section):
             )
         shared = [
             (f"tensor_parallel = {self.tensor_parallel}", self.tensor_parallel > 1),
-            ("placement = 'trainer'", self.placement == "trainer"),
+            (f"placement = {self.placement!r}", self.placement in OF_BASES),
         ]
         if self.offload and (
             against := _holding(
@@ -282,7 +285,7 @@ class TeacherConfig(Section):
                 f"`{ours[0]}` = {getattr(self, ours[0])!r} belongs to native replicas, and backend = 'vllm' is set; leave it out, or give "
                 "vLLM an argument of its own (engine_args)"
             )
-        if self.placement == "trainer":
+        if self.placement in OF_BASES:
             raise ValueError(
                 "backend = 'vllm' has processes of its own; use placement = 'standalone' or 'pool'"
             )

@@ -347,7 +347,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)
     problems += aligned_teacher_problems(recipe)
-    problems += self_teacher_problems(recipe.student, recipe.teachers, recipe.loss, recipe.trainer)
+    problems += self_teacher_problems(recipe)
     problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers, recipe.cluster)
     problems += capacity_problems(recipe.trainer, recipe.rollout, recipe.dataplane)
     problems += _routing(recipe)

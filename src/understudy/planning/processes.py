@@ -52,6 +52,11 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
         elif teacher.placement == "trainer":
             job = "scores, in the trainer's process, with the student's base"
             processes.append(PlannedProcess(f"teacher-{name}-0", job, processes[0].device, None, 0))
+        elif teacher.placement == "engine":
+            devices, work = {one.name: one.device for one in processes}, replica_work(recipe, teacher)
+            for i in range(recipe.rollout.processes):
+                at, job = devices[f"rollout-{i}"], f"scores, in the process of rollout-{i}, with its base"
+                processes.append(PlannedProcess(f"teacher-{name}-{i}", job, at, None, 0, _on_gpu(at, work)))
         else:
             for replica in range(teacher.replicas):
                 processes += _replica(recipe, name, teacher, replica, seating)
@@ -81,7 +86,8 @@ def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     work = sum(engine_work(recipe)) if rollout.processes else 0
     for i in range(rollout.processes):
         at = device(i, recipe.student.device)
-        planned.append(PlannedProcess(f"rollout-{i}", "generates", at, parameters, size, _on_gpu(at, work)))
+        whole = None if size is None else size + _kept_base(recipe)
+        planned.append(PlannedProcess(f"rollout-{i}", "generates", at, parameters, whole, _on_gpu(at, work)))
     return planned + [
         PlannedProcess(
             f"rollout-worker-{i}",
@@ -92,6 +98,15 @@ def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
         )
         for i in range(rollout.workers)
     ]
+
+
+def _kept_base(recipe: Recipe) -> int:
+    """Bytes of the adapted layers' base, which an engine process keeps to merge adapters with."""
+    lora = recipe.student.lora
+    if lora is None or lora.publish != "adapter":
+        return 0
+    folder = ModelFolder.open(recipe.student.model, "student.model")
+    return folder.adapted_parameters(lora.targets) * _BYTES[recipe.student.dtype]
 
 
 def _loops(recipe: Recipe) -> str:

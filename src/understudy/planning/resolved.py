@@ -79,6 +79,16 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredBase:
+    """The base of a LoRA student that scores in the engine processes."""
+
+    teachers: Mapping[str, TeacherConfig]
+    targets: list[str]
+    """The layers with adapters."""
+    freeze_vision: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """The engine that writes rollouts."""
 
@@ -97,6 +107,8 @@ class EngineSettings:
     beside_trainer: bool
     """Engines run on the trainer's machine."""
     restarts: int
+    scored_base: ScoredBase | None
+    """None: engine processes only generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +345,16 @@ def _engine(recipe: Recipe, student: ModelSource, compute: Compute) -> EngineSet
         candidates=loss.topk if loss.signal == "at_ids" and loss.distill_coef > 0 else 0,
         beside_trainer=recipe.cluster.backend == "local" or ROLLOUT not in recipe.cluster.roles,
         restarts=recipe.cluster.restarts.rollout,
+        scored_base=_scored_base(recipe),
     )
+
+
+def _scored_base(recipe: Recipe) -> ScoredBase | None:
+    teachers = {name: one for name, one in recipe.teachers.items() if one.placement == "engine"}
+    lora = recipe.student.lora
+    if not teachers or lora is None:
+        return None
+    return ScoredBase(teachers, lora.targets, recipe.student.freeze_vision)
 
 
 def _teachers(recipe: Recipe, compute: Compute) -> TeacherSettings:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from understudy.config import DataConfig, Recipe, TeacherConfig
+from understudy.config.models import OF_BASES
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import workers_write_rows
@@ -218,12 +219,13 @@ def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
 
 
 def bases_fit(recipe: Recipe) -> list[str]:
-    """A teacher in the trainer's process answers on its loopback, which other machines do not reach."""
+    """A teacher in the trainer's process answers on its loopback, which other machines do not reach; so do engine processes
+    beside the trainer."""
     return [
-        f"teachers.{name}.placement = 'trainer': workers on other machines ask teachers here, and cannot reach the trainer's process; "
-        "use 'standalone', or dataplane.backend = 'embedded'"
+        f"teachers.{name}.placement = {teacher.placement!r}: workers on other machines ask teachers themselves, and cannot reach the "
+        f"{teacher.placement}'s process; use 'standalone', or dataplane.backend = 'embedded'"
         for name, teacher in recipe.teachers.items()
-        if teacher.placement == "trainer" and workers_write_rows(recipe)
+        if teacher.placement in OF_BASES and workers_write_rows(recipe)
     ]
 
 

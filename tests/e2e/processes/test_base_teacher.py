@@ -1,7 +1,8 @@
-"""The frozen base of a LoRA student as its teacher, in the trainer's process: its scores, its memory, kills, refusals."""
+"""The frozen base of a LoRA student as its teacher, beside the trainer or the engine: its scores, its memory, kills, refusals."""
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,19 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
+from understudy.assembly.teacher_processes import EngineTeachers
 from understudy.config import parse_recipe
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError
 from understudy.observability.metrics import without_clock
+from understudy.planning.processes import PROCESS_BYTES, plan_processes
+from understudy.planning.seating import seat
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ReplicaClient
-from understudy.teacher.replica.in_process import BaseTeacher
+from understudy.teacher.replica.in_process import BaseReplica, BaseTeacher
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.trainers.models import load_model
 from understudy.types.scores import ScoreItem, Signal
@@ -115,7 +120,7 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
     teacher = parse_recipe(own("run")).teachers["base"]
 
     async def scored() -> np.ndarray:
-        launcher = BaseTeacher("base", teacher, "by_request", "token", base)
+        launcher = BaseTeacher(BaseReplica.of("base", teacher, "by_request"), "token", base)
         endpoint = await launcher.start("0")
         assert launcher.alive("0")
         async with ReplicaClient(endpoint.url, endpoint.token, teacher="base") as client:
@@ -137,6 +142,59 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
             layer.enable_adapters(False)
     assert np.abs(found - plain()).max() < 2e-6
     assert np.abs(found - with_adapters).max() > 0.05, "the adapters would show"
+
+
+BESIDE_ENGINE = {"rollout__processes": 1, "student__lora__publish": "adapter"}
+
+
+def in_every_engine(processes: int) -> dict[str, Any]:
+    return {"teachers__base__placement": "engine", **BESIDE_ENGINE, "rollout__processes": processes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_in_the_engine_processes_it_is_the_same_teacher_even_when_one_is_killed(
+    own: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of a run with a replica in a process of its own. The engine process is killed after the first step."""
+    started: list[EngineTeachers] = []
+    start = EngineTeachers.start
+
+    async def noted(self: EngineTeachers, replica: str) -> Endpoint:
+        started.append(self)
+        return await start(self, replica)
+
+    def kill(step: understudy.Step) -> None:
+        if step.step == 1:
+            os.kill(started[0]._processes.children["rollout-0"].process.pid, signal.SIGKILL)
+
+    apart = understudy.train(own("apart", "standalone", **BESIDE_ENGINE), progress=False).dir
+    monkeypatch.setattr(EngineTeachers, "start", noted)
+    run = understudy.train(own("killed", **in_every_engine(1)), progress=False, on_step=kill).dir
+    log = (run / "logs" / "trainer.log").read_text()
+    assert "engine replica-0 is back" in log and "back after a restart" in log and len(started) == 2
+    assert not list((run / "logs").glob("teacher-*")), "no process was started for it"
+    assert bits(run) == bits(apart)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_trainer_resumes_with_the_base_in_its_engine_processes(own: Make, tmp_path: Path) -> None:
+    table = own("killed", **in_every_engine(2))
+    path = write_toml(tmp_path / "r.toml", table)
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_update:2")
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0, output
+    straight = understudy.train(own("straight", **in_every_engine(2)), progress=False).dir
+    assert bits(Path(table["run"]["dir"])) == bits(straight)
+
+
+@pytest.mark.slow
+def test_a_fully_async_run_scores_in_two_engine_processes(own: Make) -> None:
+    more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__steps": 6}
+    run = understudy.train(own("run", **in_every_engine(2), **more), progress=False)
+    assert run.last["step"] == 6 and run.last["teacher/base/rows"] == 8
 
 
 @pytest.mark.slow
@@ -170,8 +228,30 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
         ),
         ({"teachers__base__dtype": "bfloat16"}, "leave it out with teachers.base.placement = 'trainer'"),
         ({"teachers__base__model": str(STUDENT)}, "is for model = 'student'"),
+        ({**in_every_engine(1), "student__lora": None}, r"set \[student.lora\], or use 'standalone'"),
+        ({"teachers__base__placement": "engine"}, "set rollout.processes, or use 'trainer'"),
+        (
+            {**in_every_engine(1), "student__lora__publish": "merged"},
+            "take the place of the base in the engine processes; set student.lora.publish = 'adapter'",
+        ),
+        (
+            {**in_every_engine(0), "rollout__engine": "vllm"},
+            "or set rollout.engine = 'hf' and rollout.processes",
+        ),
+        ({**in_every_engine(1), "teachers__base__version": "live"}, "with version = 'start'"),
+        ({**in_every_engine(1), "teachers__base__device": "cpu"}, "teachers.base.device belongs to replicas in processes"),
+        ({**in_every_engine(1), "teachers__base__attention": "eager"}, "leave it out with teachers.base.placement = 'engine'"),
+        ({**in_every_engine(1), "teachers__base__quantize": "int8"}, "and placement = 'engine' is set"),
+        (
+            {
+                **in_every_engine(1), "cluster__backend": "ray", "dataplane__backend": "transfer_queue",
+                "rollout__workers": 1, "cluster__roles__workers": "p",
+                "cluster__pools__p__cpus_per_node": 1, "cluster__pools__p__nodes": 1,
+            },
+            "cannot reach the engine's process",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         understudy.train(own("never", **change), progress=False)
@@ -188,3 +268,16 @@ def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, tas
     assert ("the loss begins at 0 and nothing moves the student" in " ".join(said.split())) == (
         task_coef == 0
     )
+
+
+def test_plan_shows_where_the_base_sits(own: Make) -> None:
+    """In each engine process, which also counts what it keeps of the adapted layers."""
+    recipe = parse_recipe(own("run", **in_every_engine(2)))
+    planned = {one.name: one for one in plan_processes(recipe, seat(recipe, 0))}
+    for i in range(2):
+        job = f"scores, in the process of rollout-{i}, with its base"
+        assert (planned[f"teacher-base-{i}"].job, planned[f"teacher-base-{i}"].bytes) == (job, 0)
+    shapes = AutoModelForCausalLM.from_pretrained(STUDENT).named_parameters()
+    kept = sum(4 * one.numel() for name, one in shapes if name.endswith("_proj.weight"))
+    whole = sum(4 * one.numel() for one in AutoModelForCausalLM.from_pretrained(STUDENT).parameters())
+    assert planned["rollout-1"].bytes == PROCESS_BYTES + whole + kept

@@ -21,6 +21,10 @@ SERVERS = {"rollout.engine": "vllm", "rollout.vllm_python": "/python"}
 QUEUE = {"cluster.backend": "ray", "dataplane.backend": "transfer_queue"}
 CPU_POOL = {"cluster.pools.p.cpus_per_node": 4, "cluster.pools.p.nodes": 2}
 REMOTE_WORKERS = QUEUE | CPU_POOL | {"rollout.workers": 2, "cluster.roles.workers": "p"}
+BASE = LORA | {
+    "student.lora.publish": "adapter", "rollout.processes": 2,
+    "teachers.base.model": "student", "teachers.base.placement": "engine", "teachers.base.prompt": "{{ answer }}",
+}  # fmt: skip
 REMOTE_ENGINES = QUEUE | CPU_POOL | {"rollout.processes": 2, "cluster.roles.rollout": "p"}
 
 
@@ -186,7 +190,18 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         "adapters alone to engine processes",
         LORA | {"student.lora.publish": "adapter", "rollout.processes": 2},
         0,
-        {"engine.shares_tensors": False, "engine.adapters_only": True, "compute.deterministic": True},
+        {
+            "engine.shares_tensors": False,
+            "engine.adapters_only": True,
+            "compute.deterministic": True,
+            "engine.scored_base": None,
+        },
+    ),
+    (
+        "the base scores in engine processes",
+        BASE | {"student.lora.targets": ["q_proj"], "student.freeze_vision": False},
+        0,
+        {"engine.scored_base.targets": ["q_proj"], "engine.scored_base.freeze_vision": False},
     ),
     (
         "async, ranks, LoRA, engine processes",

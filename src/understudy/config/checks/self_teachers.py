@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from understudy.config.loss import LossConfig
-from understudy.config.models import StudentConfig, TeacherConfig
-from understudy.config.trainer import TrainerConfig
+from understudy.config.models import OF_BASES, TeacherConfig
+from understudy.config.tables import RecipeTables
 
 STUDENT = "student"
 """The name that stands for the student's own model."""
@@ -37,14 +36,13 @@ def with_self_teachers(table: Any) -> Any:
     }
 
 
-def self_teacher_problems(
-    student: StudentConfig, teachers: Mapping[str, TeacherConfig], loss: LossConfig, trainer: TrainerConfig
-) -> list[str]:
+def self_teacher_problems(recipe: RecipeTables) -> list[str]:
+    student, teachers, loss, trainer = recipe.student, recipe.teachers, recipe.loss, recipe.trainer
     problems = []
     for name, teacher in teachers.items():
         place = f"teachers.{name}"
-        if teacher.placement == "trainer":
-            problems += _base_problems(place, student, teacher, trainer)
+        if teacher.placement in OF_BASES:
+            problems += _base_problems(place, teacher, recipe)
         if teacher.version is None:
             continue
         given = f"{place}.version = {teacher.version!r}"
@@ -81,11 +79,9 @@ _OF_PROCESSES = ("replicas", "tensor_parallel", "device", "compile", "threads", 
 """Keys of replicas in processes of their own."""
 
 
-def _base_problems(
-    place: str, student: StudentConfig, teacher: TeacherConfig, trainer: TrainerConfig
-) -> list[str]:
-    """Problems of a teacher that is the base of a LoRA student, in the trainer's process."""
-    given, problems = f"{place}.placement = 'trainer'", []
+def _base_problems(place: str, teacher: TeacherConfig, recipe: RecipeTables) -> list[str]:
+    """Problems of a teacher that is the base of a LoRA student, in the trainer's process or the engine processes."""
+    given, student, problems = f"{place}.placement = {teacher.placement!r}", recipe.student, []
     if teacher.version != "start":
         problems.append(
             f"{given} is for model = 'student' with version = 'start'; set them, or use 'standalone'"
@@ -95,10 +91,7 @@ def _base_problems(
             f"{given} shares the frozen base of a student with adapters, and this one trains all its weights; set [student.lora], or "
             "use 'standalone'"
         )
-    if trainer.ranks > 1:
-        problems.append(
-            f"{given} with trainer.ranks = {trainer.ranks}: the base is sharded over ranks; use 'standalone', or one rank"
-        )
+    problems += (_beside_engine if teacher.placement == "engine" else _beside_trainer)(given, recipe)
     fields = TeacherConfig.model_fields
     idle = [key for key in _OF_PROCESSES if getattr(teacher, key) != fields[key].default]
     if idle:
@@ -111,3 +104,30 @@ def _base_problems(
         for key in ("dtype", "attention")
         if getattr(teacher, key) != getattr(student, key)
     ]
+
+
+def _beside_trainer(given: str, recipe: RecipeTables) -> list[str]:
+    ranks = recipe.trainer.ranks
+    if ranks == 1:
+        return []
+    return [
+        f"{given} with trainer.ranks = {ranks}: the base is sharded over ranks; use 'engine' (with rollout.processes), 'standalone', or "
+        "one rank"
+    ]
+
+
+def _beside_engine(given: str, recipe: RecipeTables) -> list[str]:
+    rollout, lora, problems = recipe.rollout, recipe.student.lora, []
+    if rollout.engine != "hf":
+        problems.append(
+            f"{given} with rollout.engine = {rollout.engine!r}: the base scores in engine processes of ours; use 'trainer' or 'standalone', "
+            "or set rollout.engine = 'hf' and rollout.processes"
+        )
+    elif not rollout.processes:
+        problems.append(f"{given} sits in the engine processes; set rollout.processes, or use 'trainer'")
+    if lora is not None and lora.publish != "adapter":
+        problems.append(
+            f"{given} with student.lora.publish = {lora.publish!r}: whole weights would take the place of the base in the engine processes; "
+            "set student.lora.publish = 'adapter'"
+        )
+    return problems

@@ -124,11 +124,18 @@ class ModelFolder:
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices
         each."""
-        return sum(
-            rank * sum(shape)
+        return sum(rank * sum(shape) for shape in self._adapted(targets))
+
+    def adapted_parameters(self, targets: Sequence[str]) -> int:
+        """Parameters of the matrices themselves."""
+        return sum(math.prod(shape) for shape in self._adapted(targets))
+
+    def _adapted(self, targets: Sequence[str]) -> list[list[int]]:
+        return [
+            shape
             for name, shape in self._shapes.items()
             if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
-        )
+        ]
 
     @cached_property
     def _shapes(self) -> dict[str, list[int]]:

@@ -1,19 +1,27 @@
-"""A LoRA student's frozen base as its teacher, in the trainer's process (a `teacher.pool.launch.Launcher`).
+"""A LoRA student's frozen base as its teacher, in a process that holds the student: the trainer or an engine process.
 
-    student  modules with adapters ─┐
-                                    ├── the same base tensors: frozen, in memory once
-    teacher  modules without       ─┘
+    student  modules with adapters, or merged ─┐
+                                               ├── the same base tensors: frozen, in memory once
+    teacher  modules without                  ─┘
 
 The teacher's modules are those of a plain model, so no adapter is ever switched off or on. It is scored by the code
-of any replica and asked by HTTP on the loopback. So the pool, its checks and the clients are the same.
+of any replica, on a thread of its own, and asked by HTTP. So the pool, its checks and the clients are the same.
+
+| `placement` | serves | its launcher |
+|---|---|---|
+| `trainer` | on a loopback socket of its own | `BaseTeacher` |
+| `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teacher_processes.py`) |
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
 
 from understudy.config import TeacherConfig
 from understudy.errors import TeacherError
@@ -26,13 +34,52 @@ from understudy.teacher.replica.server import parse_args
 from understudy.teacher.scoring.model import FrozenModel
 
 
-@dataclass
-class BaseTeacher:
-    """The only replica of such a teacher. Started by its pool, on the event loop."""
+class BaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replica over the base must be told; the rest is the student's."""
 
     name: str
-    teacher: TeacherConfig
     batching: str
+    max_batch_tokens: int
+    context_length: int | None
+    revision: str | None
+
+    @classmethod
+    def of(cls, name: str, teacher: TeacherConfig, batching: str) -> BaseReplica:
+        return cls(name, batching, teacher.max_batch_tokens, teacher.context_length, teacher.revision)
+
+    def arguments(self, base: FrozenModel) -> list[str]:
+        """Those of a replica in a process of its own (`server.py`)."""
+        words = [
+            "--model", base.path, "--name", self.name, "--dtype", base.dtype, "--device", str(base.device),
+            "--batching", self.batching, "--max-batch-tokens", str(self.max_batch_tokens),
+        ]  # fmt: skip
+        if self.context_length is not None:
+            words += ["--max-length", str(self.context_length)]
+        if self.revision is not None:
+            words += ["--revision", self.revision]
+        return words
+
+
+@asynccontextmanager
+async def scoring_with(replica: BaseReplica, base: FrozenModel, token: str | None) -> AsyncIterator[ASGIApp]:
+    """The HTTP application of a replica over a model in memory, and its thread until the end."""
+    worker, manifest, vocabulary, media = await asyncio.to_thread(
+        build_worker, parse_args(replica.arguments(base)), base
+    )
+    worker.start()
+    try:
+        yield build_app(worker, manifest, vocabulary, token, media=media)
+    finally:
+        worker.stop()
+        if media is not None:
+            media.close()
+
+
+@dataclass
+class BaseTeacher:
+    """The only replica of a teacher in the trainer's process. Started by its pool, on the event loop."""
+
+    replica: BaseReplica
     token: str
     base: FrozenModel
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
@@ -42,18 +89,11 @@ class BaseTeacher:
     async def start(self, replica: str) -> Endpoint:
         if replica != "0":
             raise TeacherError(
-                f"teacher {self.name} sits in the trainer's process (placement = 'trainer'), which has one replica"
+                f"teacher {self.replica.name} sits in the trainer's process (placement = 'trainer'), which has one replica"
             )
         await self.stop(replica)
-        worker, manifest, vocabulary, media = await asyncio.to_thread(
-            build_worker, self._arguments(), self.base
-        )
         async with AsyncExitStack() as stack:
-            worker.start()
-            stack.callback(worker.stop)
-            if media is not None:
-                stack.callback(media.close)
-            app: Any = build_app(worker, manifest, vocabulary, self.token, media=media)
+            app = await stack.enter_async_context(scoring_with(self.replica, self.base, self.token))
             sock = stack.enter_context(bind_socket("127.0.0.1:0", self.token))
             url = await stack.enter_async_context(serving_here(app, sock))
             self._open = stack.pop_all()
@@ -73,15 +113,3 @@ class BaseTeacher:
 
     def forget(self, replica: str) -> None:
         self.endpoints.pop(replica, None)
-
-    def _arguments(self) -> Any:
-        teacher = self.teacher
-        words = [
-            "--model", teacher.model, "--name", self.name, "--dtype", teacher.dtype, "--device", str(self.base.device),
-            "--batching", self.batching, "--max-batch-tokens", str(teacher.max_batch_tokens),
-        ]  # fmt: skip
-        if teacher.context_length is not None:
-            words += ["--max-length", str(teacher.context_length)]
-        if teacher.revision is not None:
-            words += ["--revision", teacher.revision]
-        return parse_args(words)
