@@ -13,17 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSpan:
+class OpenSpan(NamedTuple):
     """A span that has begun and not ended."""
 
     name: str
@@ -77,19 +75,25 @@ class Spans:
 
     def _write(self, name: str, start: float, end: float, about: Mapping[str, Any]) -> None:
         if self._handle:
-            times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
-            with self._or_warn():
-                self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
+            start, end = round(start - self._zero, 6), round(end - self._zero, 6)
+            line = self._encode({"name": name, "start": start, "end": end, **about}) + b"\n"
+            try:  # not `_or_warn`, which costs more than the write; a step has hundreds of spans
+                self._handle.write(line)
+            except OSError as error:
+                self._warn(error)
 
     @contextmanager
     def _or_warn(self) -> Iterator[None]:
-        """A full disk costs spans, not the run. What is buffered is written once there is room."""
         try:
             yield
         except OSError as error:
-            if not self._warned:
-                logger.warning("spans cannot be written: %s", error)
-            self._warned = True
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """A full disk costs spans, not the run. What is buffered is written once there is room."""
+        if not self._warned:
+            logger.warning("spans cannot be written: %s", error)
+        self._warned = True
 
     def under_way(self) -> list[OpenSpan]:
         """The open spans, oldest first."""
