@@ -85,6 +85,9 @@ class Rewards:
     def names(self) -> str:
         return ", ".join(reward.name for reward in self._rewards)
 
+    def __len__(self) -> int:
+        return len(self._rewards)
+
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward (the weighted sum) and each function's numbers as metrics."""
         if not self._rewards:

@@ -136,8 +136,10 @@ class LocalRollouts:
             return FailedOutput(trajectory.key, DataError(trajectory.reason))
         key, clock = trajectory.key, asyncio.timeout(seconds)
         try:
+            check_ids(trajectory, self.sampling)
+            if not self.rewards:
+                return storable(trajectory)
             with self.spans.span("reward", key=key), self.timings.during(key, "reward"):
-                check_ids(trajectory, self.sampling)
                 async with clock:
                     return storable(await self.rewards.score(session.prompt, trajectory))
         except Exception as error:

@@ -39,7 +39,7 @@ async def roll_out(
     limit = rollout.deadline_seconds
     clock = asyncio.timeout(limit)
     context = loop_context(producer, prompt, session, gather, clock)
-    if takes_given_answer(producer.settings.seed, prompt, session, rollout.off_policy):
+    if rollout.off_policy and takes_given_answer(producer.settings.seed, prompt, session, rollout.off_policy):
         context = replace(context, given=rollout.answer_column)
     key = row_key(prompt.key, session)
     async with producer.publish_gate.enter() if producer.publish_gate else nullcontext():
