@@ -68,6 +68,10 @@ def encode(column: str, value: Any) -> bytes:
         return _FLOAT.pack(FLOAT, 0, value)
     if value is None:
         return _NULL
+    if kind is int:
+        return JSON_HEAD + b"%d" % value
+    if kind is str:
+        return TEXT_HEAD + value.encode("utf-8", "surrogatepass")
     if kind is ndarray or isinstance(value, ndarray):
         head = _array_head(value.dtype, value.shape)
         if head is None:
@@ -97,9 +101,9 @@ def encode(column: str, value: Any) -> bytes:
 
 def check_encodable(column: str, value: Any) -> None:
     """Raise what `encode` would raise, without copying arrays."""
-    if isinstance(value, ndarray) and _array_head(value.dtype, value.shape) is not None:
+    if type(value) in _PLAIN or is_plain(value):
         return
-    if not is_plain(value):
+    if not isinstance(value, ndarray) or _array_head(value.dtype, value.shape) is None:
         encode(column, value)
 
 

@@ -251,7 +251,7 @@ class Store:
         self._remove(part, rows)
 
     def _note_spills(self, rows: list[StoredRow]) -> None:
-        if any(isinstance(cell, SpillRef) for row in rows for cell in row.columns.values()):
+        if any(SpillRef in map(type, row.columns.values()) for row in rows):
             self.journal.changes.spills_gone = True
 
     def _remove(self, part: Partition, rows: list[StoredRow]) -> None:
@@ -305,7 +305,7 @@ class Store:
     async def frames(self, rows: list[StoredRow], name: str) -> list[bytes]:
         """One column's frames; spilled ones are read on a thread."""
         cells = [row.columns[name] for row in rows]
-        if not any(isinstance(cell, SpillRef) for cell in cells):
+        if SpillRef not in map(type, cells):
             return cells  # type: ignore[return-value]
         here = [self._spilling.get(cell, cell) if isinstance(cell, SpillRef) else cell for cell in cells]
         return await asyncio.to_thread(
