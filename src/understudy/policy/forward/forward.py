@@ -150,16 +150,19 @@ def keeps_rows_apart(model: PreTrainedModel) -> bool:
 @contextmanager
 def attention_for(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
     """Switches the model to packed attention, for the backward pass too (checkpointed layers run again
-    there). Afterwards the model's own attention is restored, for engines that copy the model to generate."""
+    there). Afterwards the model's own attention is restored, for engines that copy the model to generate.
+
+    The config is set rather than the model, whose setter visits every module; `keeps_rows_apart` has shown
+    that this model's layers follow its config."""
     before = model.config._attn_implementation
     if layout is Layout.PADDED or before == VARLEN:
         yield
         return
-    model.set_attn_implementation(VARLEN)
+    model.config._attn_implementation = VARLEN
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.config._attn_implementation = before
 
 
 def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:

@@ -30,8 +30,9 @@ def split_rows(
     [(0, 1), (2,)]
     """
     members: dict[str, list[int]] = {}
-    for row in rows:
-        members.setdefault(split_key(keys[row])[0], []).append(row)
+    if prompts_each is not None:
+        for row in rows:
+            members.setdefault(split_key(keys[row])[0], []).append(row)
     pieces = 1 if prompts_each is None else -(-len(members) // prompts_each)
     if pieces <= 1:
         return [list(rows) for _ in range(epochs)] if rows else []
