@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,39 @@ def test_two_processes_score_as_one(
             assert got.hidden is not None and got.hidden.shape == expected.hidden.shape
     processes[0].signal(signal.SIGTERM)
     assert [process.exit_code() for process in processes] == [0, 0]
+
+
+def test_small_requests_are_served_between_the_parts_of_a_large_one(
+    tmp_path: Path, fork_server: ReplicaForkServer
+) -> None:
+    """Both ranks make the same forwards in the same order, and each reply has the bits it has alone."""
+    model = write_model(tmp_path / "model")
+    processes = two_processes(fork_server, model, tmp_path, "--max-batch-tokens", "64")
+    large = random_items(200, 1, Signal.SAMPLED)
+    small = [random_items(1, seed, Signal.TOPK, 8) for seed in range(2, 6)]
+
+    async def ask() -> int:
+        async with ReplicaClient((await processes[0].ready()).url, TOKEN) as client:
+            alone = [await client.score(items) for items in (large, *small)]
+            whole = asyncio.create_task(client.score(large))
+            served = 0
+            while not whole.done():
+                for expected, items in zip(alone[1:], small, strict=True):
+                    same_bits(await client.score(items), expected)
+                    served += not whole.done()
+            same_bits(await whole, alone[0])
+            return served
+
+    assert asyncio.run(ask()) > 1
+    processes[0].signal(signal.SIGTERM)
+    assert [process.exit_code() for process in processes] == [0, 0]
+
+
+def same_bits(got: Sequence[TeacherScores], expected: Sequence[TeacherScores]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one.sampled_logprobs, other.sampled_logprobs)
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def test_the_other_process_ends_when_one_dies(tmp_path: Path, fork_server: ReplicaForkServer) -> None:

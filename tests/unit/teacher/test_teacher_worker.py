@@ -1,8 +1,11 @@
 """The thread that scores: merged requests come apart again, bad ones fail alone, gone ones are skipped."""
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.replica.scoring_queue import ScoringWorker, divided, merged
 from understudy.teacher.scoring.body import ScoringLayout
+from understudy.teacher.scoring.device_work import Event
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions
 from understudy.types.scores import Signal
@@ -49,10 +53,10 @@ def test_lanes_score_side_by_side(qwen3: Path, layout: ScoringLayout) -> None:
     barrier = threading.Barrier(3, timeout=30)
 
     class WaitingScorer(Scorer):
-        def begin(self, request: ScoreRequest) -> QueuedRequest:
+        def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
             if threading.current_thread() is not threading.main_thread():
                 barrier.wait()
-            return super().begin(request)
+            return super().begin(request, between)
 
     scorer = WaitingScorer("t", load_frozen(str(qwen3)), ScorerOptions(layout=layout))
     alone = [scorer.score(request) for request in requests()]
@@ -89,10 +93,10 @@ def test_requests_waiting_together_each_get_their_own_reply(
 class Fragile(Scorer):
     """Cannot score the row called `poison`."""
 
-    def begin(self, request: ScoreRequest) -> QueuedRequest:
+    def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
         if any("poison" in key for key in request.keys):
             raise RuntimeError("out of memory")
-        return super().begin(request)
+        return super().begin(request, between)
 
 
 @pytest.mark.parametrize("batching", RequestBatching)
@@ -133,19 +137,118 @@ def test_small_requests_are_served_between_the_parts_of_a_large_one(
     alone = [scorer.score(request) for request in (*large, *small)]
     worker = ScoringWorker(scorer, batching)
     order: list[str] = []
+    ended = 0.0
+
+    def done(name: str) -> None:
+        nonlocal ended
+        order.append(name)
+        ended = time.perf_counter()
 
     def submit(request: ScoreRequest, name: str) -> Future[ScoreReply]:
         future = worker.submit(request)
-        future.add_done_callback(lambda _: order.append(name))
+        future.add_done_callback(lambda _: done(name))
         return future
 
     futures = [submit(request, "large") for request in large]
     futures += [submit(request, "small") for request in small]
+    begun = time.perf_counter()
     worker.start()
     for expected, future in zip(alone, futures, strict=True):
         assert_equal(expected, future.result(60), 0.0 if batching is RequestBatching.BY_REQUEST else 1e-5)
     worker.stop()
+    seconds = ended - begun
+    assert 0.7 * seconds < worker.counts.busy_seconds <= seconds, "each second is counted once"
     first = order.index("large")
     assert 0 < first < 150, "small ones need not wait for it, nor it for all of them"
     assert worker.counts.waiting_requests == worker.counts.waiting_tokens == 0
     assert worker.counts.requests == 152
+
+
+class Device:
+    """A device that does what is queued on it when it is told to, one part at a time."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+        self._begun = self._done = 0
+        self._changed = threading.Condition()
+
+    def queue(self, name: str) -> None:
+        with self._changed:
+            self.queued.append(name)
+            self._begun += 1
+            self._changed.notify_all()
+
+    def do(self, count: int = 1) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.queued) >= count, 30)
+            del self.queued[:count]
+            self._done += count
+            self._changed.notify_all()
+
+    def event(self) -> Event:
+        after, device = self._begun, self
+
+        class Reached:
+            def query(self) -> bool:
+                return device._done >= after
+
+            def synchronize(self) -> None:
+                with device._changed:
+                    assert device._changed.wait_for(self.query, 30)
+
+        return Reached()
+
+    def holds(self, *names: str) -> None:
+        """Waits until this is queued, and then whether more comes."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.queued) >= len(names), 30)
+        time.sleep(0.1)
+        assert self.queued == list(names)
+
+
+class QueueingScorer(Scorer):
+    """Scores on a CPU in the way of a GPU: what it queued is done later."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.device = Device()
+
+    def _queue_head(self, group: Any, *rest: Any) -> Any:
+        part = super()._queue_head(group, *rest)
+        self.device.queue("part" if group.signal is Signal.SAMPLED else "small")
+        return part
+
+    def _event(self) -> Event:
+        return self.device.event()
+
+
+def test_a_device_is_one_part_ahead_and_takes_small_requests_between_parts(qwen3: Path) -> None:
+    """A small request waits for two parts, and the device always has the next one while a reply is made."""
+    options = ScorerOptions(max_batch_tokens=512)
+    plain = Scorer("t", load_frozen(str(qwen3)), options)
+    scorer = QueueingScorer("t", load_frozen(str(qwen3)), options)
+    large = request_of(random_items(120, 50, Signal.SAMPLED))
+    small = [request_of(random_items(2, seed, Signal.TOPK, 4)) for seed in range(3)]
+    device = scorer.device
+    worker = ScoringWorker(scorer, RequestBatching.BY_REQUEST)
+    worker.start()
+    whole = worker.submit(large)
+    device.holds("part", "part")
+    first = worker.submit(small[0])
+    device.holds("part", "part")
+    device.do()
+    device.holds("part", "small", "part")
+    device.do()
+    assert not first.done()
+    device.do()
+    assert_equal(plain.score(small[0]), first.result(30))
+    later = [worker.submit(request) for request in small[1:]]
+    while not (whole.done() and all(future.done() for future in later)):
+        if device.queued:
+            device.do()
+        time.sleep(0.001)
+    for request, future in zip((large, *small[1:]), (whole, *later), strict=True):
+        assert_equal(plain.score(request), future.result(30))
+    worker.stop()
+    assert worker.counts.waiting_requests == worker.counts.waiting_tokens == 0
+    assert worker.counts.requests == 4

@@ -3,6 +3,10 @@
     leader:    begin(request) ─> broadcast the request's frame ─> the same forward as every rank
     follower:  wait for a frame ─> the same forward, results discarded ─> wait again
 
+    between two parts of a large request
+    leader:    frames of the small requests that are served there ─> an empty message ─> the next part
+    follower:  the same forward for each frame ─> the empty message ─> the next part
+
 A rank that fails in the middle of a forward would leave its peers waiting for ever. So it exits; the
 remaining ranks exit with it, and the launcher restarts the replica.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,8 +41,6 @@ class LockstepScorer(Scorer):
 
     On rank 0 `ScoringWorker` calls it; on the remaining ranks `follow` runs it on the main thread.
     """
-
-    in_lockstep = True
 
     def __init__(
         self,
@@ -65,12 +68,12 @@ class LockstepScorer(Scorer):
         assert self._wire is not None
         return self._wire
 
-    def begin(self, request: ScoreRequest) -> QueuedRequest:
+    def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
         if self.place.rank == 0:
             # The layout decides how the forward is cut into steps, so it is sent with every request.
             send(LAYOUTS.index(self.body.layout).to_bytes() + encode_request(request))
         try:
-            return super().begin(request)
+            return super().begin(request, lambda: self._between_parts(between))
         except Exception:
             log.exception(
                 "process %d of %d failed in the middle of a forward", self.place.rank, self.place.world
@@ -81,9 +84,25 @@ class LockstepScorer(Scorer):
         """Score every request the leader broadcasts, until an empty message ends it."""
         if self.options.compile_layers:
             self.body.compile_layers()
-        while message := receive():
-            self.body.layout = LAYOUTS[message[0]]
-            self.finish(self.begin(decode_request(message[1:])))
+        while (request := self._received()) is not None:
+            self.finish(self.begin(request))
+
+    def _between_parts(self, between: Callable[[], None] | None) -> None:
+        if self.place.rank == 0:
+            if between is not None:
+                between()
+            send(b"")
+            return
+        while (request := self._received()) is not None:
+            self.begin(request)  # its results are discarded: there is nothing to wait for
+
+    def _received(self) -> ScoreRequest | None:
+        """The next request; None: an empty message."""
+        message = receive()
+        if not message:
+            return None
+        self.body.layout = LAYOUTS[message[0]]
+        return decode_request(message[1:])
 
     def close(self) -> None:
         send(b"")

@@ -4,22 +4,26 @@ The forward runs here and not on the event loop, so /health and /metrics answer 
 Usually there is one thread. A small model on a CPU scores several requests concurrently (`lanes`), because
 its operations are too short to be split over threads.
 
-A request of many parts is not served before the small ones that come meanwhile: on a CPU the thread scores small
-requests of together at most one part's tokens between two of its parts. So a small request waits for one part, and the
-large one gets at least half of the time. No request shares a forward with another by that, so its bits stay the same.
+A request of more than `max_batch_tokens` is large: it is scored in parts of at most so many tokens. Between two parts the
+thread serves small requests that wait:
+
+    device   part 0 │ part 1 │ small, small │ part 2 │ small │ part 3
+    host       queue 1        queue small, 2  reply to small …
+
+At most one part's tokens are served, and no more once that has taken as long as the last part. So a small request waits for
+two parts on a GPU (one runs, one is queued) and for one on a CPU, and a large one gets at least half of the time. Only the
+order of forwards changes and not what is in them, so scores have the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
@@ -42,7 +46,8 @@ class WorkerCounts:
     batches: int = 0
     failures: int = 0
     busy_seconds: float = 0.0
-    busy_until: float = 0.0
+    counted_until: float = 0.0
+    """While a batch is under way: up to when `busy_seconds` counts."""
     waiting_requests: int = 0
     waiting_tokens: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -54,6 +59,7 @@ class _Job:
 
     request: ScoreRequest
     future: Future[ScoreReply]
+    arrived: float
 
     @property
     def tokens(self) -> int:
@@ -66,25 +72,23 @@ class _Running:
 
     jobs: list[_Job]
     begun: QueuedRequest
-    started: float
 
 
 class ScoringWorker:
     """Scores requests in arrival order on its own threads; the HTTP handler calls `submit` on the event loop.
 
-    On CUDA the next batch is queued before the last one is collected, so the device never waits for Python.
+    The next batch is queued before the last one is collected, so a GPU never waits for Python.
     """
 
     def __init__(self, scorer: Scorer, batching: RequestBatching, lanes: int = 1) -> None:
         self.scorer = scorer
         self.batching = batching
         self.counts = WorkerCounts()
-        self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._arrival = threading.Condition()
+        """Guards `_small`, `_large` and `_stopping`."""
+        self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
-        """Taken from `_jobs`, where small ones were looked for; the next to be scored."""
-        if scorer.frozen.device.type == "cpu" and not scorer.in_lockstep:
-            scorer.between = self._score_small
+        self._stopping = False
         self._turn = threading.Condition()
         """Guards `_under_way` and `_changing`."""
         self._under_way = 0
@@ -99,17 +103,21 @@ class ScoringWorker:
             thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Scores what waits and ends the threads."""
+        with self._arrival:
+            self._stopping = True
+            self._arrival.notify_all()
         for thread in self._threads:
             thread.join(timeout)
 
     def submit(self, request: ScoreRequest) -> Future[ScoreReply]:
-        job = _Job(request, Future())
+        job = _Job(request, Future(), time.perf_counter())
         with self.counts.lock:
             self.counts.waiting_requests += 1
             self.counts.waiting_tokens += job.tokens
-        self._jobs.put(job)
+        with self._arrival:
+            (self._large if self.scorer.is_large(request) else self._small).append(job)
+            self._arrival.notify()
         return job.future
 
     def between_batches(self, change: Callable[[], None]) -> None:
@@ -127,9 +135,13 @@ class ScoringWorker:
 
     def _may_begin(self) -> bool:
         with self._turn:
-            if not self._changing:
-                self._under_way += 1
-            return not self._changing
+            if self._changing:
+                return False
+            if self._under_way == 0:
+                with self.counts.lock:
+                    self.counts.counted_until = time.perf_counter()
+            self._under_way += 1
+            return True
 
     def _ended(self) -> None:
         with self._turn:
@@ -138,77 +150,79 @@ class ScoringWorker:
 
     def _run(self) -> None:
         running: deque[_Running] = deque()
-        stopping = False
-        while not stopping:
-            if running and self._jobs.empty():
+        while (batch := self._next_batch(wait=not running)) or running:
+            if not batch:
                 self._finish(running.popleft())
                 continue
-            batch, stopping = self._gather()
-            for _, alike in groupby(batch, lambda job: job.request.usable):
-                while not self._may_begin():
-                    while running:  # a change of weights waits for them
-                        self._finish(running.popleft())
-                    with self._turn:
-                        self._turn.wait_for(lambda: not self._changing)
-                if (begun := self._begin(list(alike))) is not None:
-                    running.append(begun)
-                else:
-                    self._ended()
-            while len(running) > self._ahead:
+            while not self._may_begin():
+                while running:  # a change of weights waits for them
+                    self._finish(running.popleft())
+                with self._turn:
+                    self._turn.wait_for(lambda: not self._changing)
+            self._begin(batch, running)
+            while len(running) > 1:
                 self._finish(running.popleft())
-        while running:
-            self._finish(running.popleft())
+            self._finish_ready(running)
 
-    def _gather(self) -> tuple[list[_Job], bool]:
-        """The jobs to score together (one, or the waiting ones up to the token budget), and whether to
-        stop."""
+    def _next_batch(self, *, wait: bool) -> list[_Job]:
+        """The jobs to score together: a large one, or small ones. `wait` for one; none if the thread is to end."""
+        with self._arrival:
+            if wait:
+                self._arrival.wait_for(lambda: self._small or self._large or self._stopping)
+            if self._large and not (self._small and self._small[0].arrived < self._large[0].arrived):
+                return [self._large.popleft()]
+            return self._pop_small(self.scorer.options.max_batch_tokens)
+
+    def _pop_small(self, most: int) -> list[_Job]:
+        """The first small job, or with `by_arrival` the first ones with the same usable ids; at most so many tokens."""
         batch: list[_Job] = []
-        tokens = 0
-        most = self.scorer.options.max_batch_tokens if self.batching is RequestBatching.BY_ARRIVAL else 1
-        while tokens < most:
-            try:
-                job = self._large.popleft() if self._large else self._jobs.get(block=not batch)
-            except (queue.Empty, IndexError):  # another lane was first
+        while self._small and self._small[0].tokens <= most:
+            if batch and self._small[0].request.usable != batch[0].request.usable:
                 break
-            if job is None:
-                return batch, True
-            if batch and self.scorer.is_large(job.request):  # small ones would wait for it
-                self._large.append(job)
+            batch.append(self._small.popleft())
+            most -= max(batch[-1].tokens, 1)
+            if self.batching is RequestBatching.BY_REQUEST:
                 break
-            batch.append(job)
-            tokens += max(job.tokens, 1)
-        return batch, False
+        return batch
 
-    def _score_small(self) -> None:
-        """Scores small requests that wait, each on its own, while a large one is under way."""
-        tokens = 0
-        while tokens < self.scorer.options.max_batch_tokens and not self._changing:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
+    def _serve_small(self, running: deque[_Running], seconds: float) -> None:
+        """Between two parts of a large job: begins small ones of at most one part's tokens, until `seconds` are over."""
+        until = time.perf_counter() + seconds
+        while running:  # the part that was queued last comes after them, so the device has work meanwhile
+            self._finish(running.popleft())
+        most = self.scorer.options.max_batch_tokens
+        while most > 0 and self._may_begin():
+            with self._arrival:
+                batch = self._pop_small(most)
+            if not batch:
+                self._ended()
                 return
-            if job is None:
-                self._jobs.put(None)
+            self._begin(batch, running)
+            self._finish_ready(running)
+            most -= sum(max(job.tokens, 1) for job in batch)
+            if time.perf_counter() > until:
                 return
-            if self.scorer.is_large(job.request):
-                self._large.append(job)
-            elif (begun := self._begin([job])) is not None:
-                self._collect(begun)
-            tokens += job.tokens
 
-    def _begin(self, batch: Sequence[_Job]) -> _Running | None:
+    def _begin(self, batch: Sequence[_Job], running: deque[_Running]) -> None:
+        """Queues the batch on the device. `_may_begin` has counted it."""
         # A client that disconnected (its deadline passed) has cancelled its future: the job is skipped.
         live = [job for job in batch if job.future.set_running_or_notify_cancel()]
         self._count_gone(batch, live)
-        if not live:
-            return None
-        started = time.perf_counter()
+        resumed = time.perf_counter()
+
+        def between() -> None:
+            nonlocal resumed
+            self._serve_small(running, time.perf_counter() - resumed)
+            resumed = time.perf_counter()
+
         try:
-            begun = self.scorer.begin(merged([job.request for job in live]))
+            if live:
+                begun = self.scorer.begin(merged([job.request for job in live]), between)
+                running.append(_Running(live, begun))
+                return
         except Exception as error:
-            self._fail(live, error, started)
-            return None
-        return _Running(live, begun, started)
+            self._fail(live, error)
+        self._ended()
 
     def _finish(self, running: _Running) -> None:
         try:
@@ -216,17 +230,21 @@ class ScoringWorker:
         finally:
             self._ended()
 
+    def _finish_ready(self, running: deque[_Running]) -> None:
+        while running and running[0].begun.done.query():
+            self._finish(running.popleft())
+
     def _collect(self, running: _Running) -> None:
         try:
             reply = self.scorer.finish(running.begun)
         except Exception as error:
-            self._fail(running.jobs, error, running.started)
+            self._fail(running.jobs, error)
             return
-        self._count_done(running.jobs, running.started)
+        self._count_done(running.jobs)
         for job, own in zip(running.jobs, divided(reply, [job.request for job in running.jobs]), strict=True):
             job.future.set_result(own)
 
-    def _fail(self, jobs: Sequence[_Job], error: Exception, started: float) -> None:
+    def _fail(self, jobs: Sequence[_Job], error: Exception) -> None:
         """Fails a single job.
 
         Of a merged batch each job is scored again on its own, so that only the bad ones fail.
@@ -235,17 +253,16 @@ class ScoringWorker:
             log.error("scoring %d sequences failed", len(jobs[0].request), exc_info=error)
             with self.counts.lock:
                 self.counts.failures += 1
-            self._count_done(jobs, started)
+            self._count_done(jobs)
             jobs[0].future.set_exception(error)
             return
         for job in jobs:
-            now = time.perf_counter()
             try:
                 reply = self.scorer.score(job.request)
             except Exception as own_error:
-                self._fail([job], own_error, now)
+                self._fail([job], own_error)
             else:
-                self._count_done([job], now)
+                self._count_done([job])
                 job.future.set_result(reply)
 
     def _count_gone(self, batch: Sequence[_Job], live: Sequence[_Job]) -> None:
@@ -253,7 +270,7 @@ class ScoringWorker:
             self.counts.waiting_requests -= len(batch) - len(live)
             self.counts.waiting_tokens -= sum(job.tokens for job in batch) - sum(job.tokens for job in live)
 
-    def _count_done(self, jobs: Sequence[_Job], started: float) -> None:
+    def _count_done(self, jobs: Sequence[_Job]) -> None:
         tokens = sum(job.tokens for job in jobs)
         with self.counts.lock:
             now = time.perf_counter()
@@ -264,9 +281,9 @@ class ScoringWorker:
             self.counts.tokens += tokens
             self.counts.positions += sum(len(job.request.positions_P) for job in jobs)
             self.counts.batches += 1
-            # Batches overlap on CUDA and over lanes: each second is counted once.
-            self.counts.busy_seconds += now - max(started, self.counts.busy_until)
-            self.counts.busy_until = now
+            # Batches overlap: each second is counted once.
+            self.counts.busy_seconds += now - self.counts.counted_until
+            self.counts.counted_until = now
 
 
 def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:

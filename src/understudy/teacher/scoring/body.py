@@ -27,6 +27,7 @@ from understudy.nn.vision import is_vision, vision_rows
 from understudy.nn.vision_features import features_for
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.scoring import varlen
+from understudy.teacher.scoring.device_work import to_device
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.packing import pack, pack_in_groups, pad_right, padded_plan
 from understudy.teacher.scoring.shared_prefixes import (
@@ -270,10 +271,7 @@ class Body:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copies to the device without waiting for it."""
-        tensor = torch.from_numpy(array)
-        if self.frozen.device.type == "cuda":
-            return tensor.pin_memory().to(self.frozen.device, non_blocking=True)
-        return tensor
+        return to_device(array, self.frozen.device)
 
     @contextmanager
     def _attention_of(self, name: str) -> Iterator[None]:

@@ -4,6 +4,8 @@
 
 There is no KV cache, no decoding and no sampling. `begin` queues the work of a request on the device and
 `finish` collects it, so a GPU computes one request while the next is prepared and the previous one is sent.
+Of a large request a GPU has at most two micro-batches queued: one that runs and one that is ready. So what is queued
+between two micro-batches (`between`) runs soon, and the device never waits for the host.
 
 Legend: N sequences, T tokens, P scored positions, B sequences of a micro-batch, H hidden size, K candidates.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from understudy.nn.grouped_attention import ROUND
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.teacher.scoring.body import Body, ScoringLayout
+from understudy.teacher.scoring.device_work import Event, event_on, to_host
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.scoring.model import DTYPES, FrozenModel
 from understudy.teacher.scoring.packing import as_slice, ragged_ranges
@@ -89,7 +92,7 @@ class QueuedRequest:
     request: ScoreRequest
     groups: list[_Group]
     parts: list[list[_Part]]
-    done: torch.cuda.Event | None = field(default=None)
+    done: Event
 
 
 class Scorer:
@@ -97,9 +100,6 @@ class Scorer:
 
     On a CPU several threads may call it once it is warmed up; on a GPU one thread.
     """
-
-    in_lockstep = False
-    """Whether other ranks make the same forwards in the same order."""
 
     def __init__(
         self,
@@ -119,8 +119,6 @@ class Scorer:
             places = frozen.pictures.processor.placeholder_ids
             usable = (usable or UsableIds(self.head.vocab)).without(places)
         self.usable = usable.within(self.head.vocab) if usable is not None else None
-        self.between: Callable[[], None] | None = None
-        """Called between two parts of a request that has several; may score other requests."""
         self.version = -1
         """The version of the weights; −1: those that were loaded."""
         self.body = Body(
@@ -149,18 +147,16 @@ class Scorer:
         return len(request.tokens_T) > self.options.max_batch_tokens
 
     @torch.inference_mode()
-    def begin(self, request: ScoreRequest) -> QueuedRequest:
+    def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
+        """`between` is called between two parts of a large request, and may begin and finish small ones."""
         groups = _groups_of(request)
-        parts = [self._queue_group(request, group) for group in groups]
-        done = None
-        if self.frozen.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return QueuedRequest(request, groups, parts, done)
+        events = [self._event()]
+        pause = between if self.is_large(request) else None
+        parts = [self._queue_group(request, group, events, pause) for group in groups]
+        return QueuedRequest(request, groups, parts, events[-1])
 
     def finish(self, begun: QueuedRequest) -> ScoreReply:
-        if begun.done is not None:
-            begun.done.synchronize()
+        begun.done.synchronize()
         request = begun.request
         columns = [
             self._collect(request, group, parts)
@@ -203,7 +199,14 @@ class Scorer:
         self.body.weights_changed()
         self.version = version
 
-    def _queue_group(self, request: ScoreRequest, group: _Group) -> list[_Part]:
+    def _event(self) -> Event:
+        """After all work that was queued so far."""
+        return event_on(self.frozen.device)
+
+    def _queue_group(
+        self, request: ScoreRequest, group: _Group, events: list[Event], between: Callable[[], None] | None
+    ) -> list[_Part]:
+        """`events`: before the first part of the request, and after each that was queued."""
         counts_N = request.position_counts_N.astype(np.int64)
         starts_N = exclusive_cumsum(counts_N)
         place_N = np.zeros(len(request), dtype=np.int64)
@@ -214,8 +217,9 @@ class Scorer:
         scored_rows = [row for row in group.rows if counts_N[row]]
         parts = []
         for batch in self.body.plan(request, scored_rows, lengths_N):
-            if self.between is not None and self.is_large(request):
-                self.between()
+            if between is not None and len(events) > 1:
+                events[-2].synchronize()  # the last part may still run
+                between()
             rows = batch.rows
             wanted = ragged_ranges(starts_N[rows], counts_N[rows])
             places = ragged_ranges(place_N[rows], counts_N[rows])
@@ -227,6 +231,7 @@ class Scorer:
             named_PK = None if named is None else self.body.to_device(named[places].astype(np.int64))
             usable = request.usable or self.usable
             parts.append(self._queue_head(group, places, states_PH, scored_P, named_PK, usable))
+            events.append(self._event())
         return parts
 
     def _queue_head(
@@ -250,10 +255,10 @@ class Scorer:
         hidden = states_PH.to(torch.bfloat16).view(torch.uint16) if group.signal is Signal.HIDDEN else None
         return _Part(
             places,
-            _to_host(scores.sampled_P),
-            None if scores.ids_PK is None else _to_host(scores.ids_PK),
-            None if scores.logprobs_PK is None else _to_host(scores.logprobs_PK),
-            None if hidden is None else _to_host(hidden),
+            to_host(scores.sampled_P),
+            None if scores.ids_PK is None else to_host(scores.ids_PK),
+            None if scores.logprobs_PK is None else to_host(scores.logprobs_PK),
+            None if hidden is None else to_host(hidden),
         )
 
     def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
@@ -363,13 +368,6 @@ def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | Non
     if usable is not None:
         usable.hide_(logits)
     return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """On CUDA an asynchronous copy; the request's event tells when it is complete."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> np.ndarray:
