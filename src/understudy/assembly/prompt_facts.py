@@ -23,6 +23,8 @@ from understudy.rollout.dataset import Dataset, Row
 from understudy.rollout.render import Renderer
 from understudy.rollout.row_length import longest_row, prompts_of
 from understudy.rollout.teacher_prompts import TeacherPrompts
+from understudy.rollout.template_bounds import bound_chat_templates
+from understudy.rollout.template_deadline import within
 from understudy.teacher.alignment import TokenAligner, TurnEnds
 from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.teacher.token_bytes import TokenBytes
@@ -241,7 +243,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return eos
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
     try:
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(_MARKER)[2]
+        bound_chat_templates()
+        with within():
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(_MARKER)[2]
     except Exception:  # a template is a program: it may raise anything
         return eos
     written = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from understudy.config import Recipe
@@ -23,6 +22,7 @@ from understudy.planning.overlong import Overlong, PromptLimits, settle_overlong
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
+from understudy.rollout.template_bounds import BoundedEnvironment
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
@@ -207,7 +207,7 @@ def prompt_length(
     `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
     for. `owner`: the model whose folder it is, for errors."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
 

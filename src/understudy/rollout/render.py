@@ -14,6 +14,7 @@ import numpy as np
 from understudy.errors import DataError
 from understudy.media.pictures import hashes_in
 from understudy.media.processor import PictureReader
+from understudy.rollout.template_bounds import bound_chat_templates
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
@@ -45,6 +46,7 @@ class Renderer:
         truncate: bool = False,
         pictures: PictureReader | None = None,
     ) -> None:
+        bound_chat_templates()
         self.tokenizer, self.pictures = tokenizer, pictures
         self._context, self._reserve = context, reserve
         self._limit = min(max_prompt or context, context - reserve)

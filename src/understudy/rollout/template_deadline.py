@@ -5,8 +5,8 @@ thread that renders, at its next step of Python; a single long call in C ends fi
 own CPU time, so a process that was frozen, or shares a busy machine, loses no prompt.
 
 `TemplateTooLarge` is raised if the process grows by `TEMPLATE_BYTES` while a block computes. It grows for other reasons
-too, so only a block counts that used `_LONG_SECONDS` of CPU time meanwhile: an honest prompt takes milliseconds. A single
-operation that takes all the memory at once is not bounded.
+too, so only a block counts that used `_LONG_SECONDS` of CPU time meanwhile: an honest prompt takes milliseconds. What a
+single operation may make is bounded by `template_bounds.py`.
 """
 
 from __future__ import annotations
