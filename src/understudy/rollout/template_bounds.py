@@ -9,6 +9,7 @@ counted; its input was.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
@@ -21,6 +22,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 1 << 24
 """Characters or items of one text or list: more than any context holds."""
@@ -40,6 +43,7 @@ _CONTAINERS: Any = (
 _SEQUENCES = (str, bytes, list, tuple)
 _WIDTH = re.compile(r"(?<=[%#\- +).])\d+(?=[.a-zA-Z%])")
 _STAR = re.compile(r"%[^%a-zA-Z]*\*")
+_SANDBOX = "ImmutableSandboxedEnvironment"
 _CONCAT = "~"
 """The name of the filter in place of Jinja's operator, which has no hook."""
 
@@ -51,9 +55,17 @@ class TooLargeAtOnce(jinja2.TemplateError):
 def bound_chat_templates() -> None:
     """From here on transformers compiles the chat templates of this process in a `BoundedEnvironment`."""
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
-    if module.ImmutableSandboxedEnvironment is not BoundedEnvironment:
-        module.ImmutableSandboxedEnvironment = BoundedEnvironment
-        module._compile_jinja_template.cache_clear()
+    if getattr(module, _SANDBOX, None) is BoundedEnvironment:
+        return
+    if not hasattr(module, _SANDBOX):  # not part of its public interface
+        logger.warning(
+            "this release of transformers compiles chat templates elsewhere; their single operations are not bounded"
+        )
+        return
+    setattr(module, _SANDBOX, BoundedEnvironment)
+    for one in vars(module).values():
+        if hasattr(one, "cache_clear"):  # templates that were compiled before
+            one.cache_clear()
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
