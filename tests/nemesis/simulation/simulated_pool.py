@@ -2,7 +2,7 @@
 
 One seed draws replicas, requests, publishes of new weights and faults: processes that die or cannot start, replicas
 that hang, fail, send bad replies, shift their scores by one position, hold other weights or weights of an older
-version. When the faults are over, every request must have ended within `LONGEST` seconds, with the scores of the right
+version. The time of day is set anew now and then, and some trainers are frozen: then time passes and nothing happens. When the faults are over, every request must have ended within `LONGEST` seconds, with the scores of the right
 weights, in order. An error is right only after as many bad replies as the options allow. The checks are at the end of
 the file and in `Watched`.
 """
@@ -18,14 +18,15 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from virtual_time import LoopClock, Stalled, run
+from virtual_time import Stalled, SystemClocks, VirtualLoop, run
 
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.http import ReplicaTimeout, ScoringFailed
 from understudy.teacher.manifest import Limits, Manifest
-from understudy.teacher.pool import supervisor
+from understudy.teacher.pool import clock, supervisor
+from understudy.teacher.pool.clock import MonotonicClock
 from understudy.teacher.pool.health import HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
@@ -89,7 +90,10 @@ class Client:
         if process.mode == "hang" or seconds > (timeout or 60.0):
             await asyncio.sleep(timeout or 60.0)
             raise ReplicaTimeout("no answer")
+        asked = asyncio.get_running_loop().time()
         await asyncio.sleep(seconds)
+        if asyncio.get_running_loop().time() - asked > (timeout or 60.0):
+            raise ReplicaTimeout("the trainer was frozen, and the deadline is over")
         self._reach()
         if process.mode in ("fail", "lie"):
             world.bad.update([] if probe else [items[0].key])
@@ -121,6 +125,9 @@ class World:
 
     def __init__(self, seed: int, requests: int) -> None:
         self.chance = random.Random(seed)
+        self.outside = random.Random(f"clocks {seed}")
+        """For what is no part of the pool, so that it changes no other draw."""
+        self.clocks = SystemClocks()
         self.requests = requests
         self.problems: list[str] = []
         self.steps = 0
@@ -168,12 +175,14 @@ class World:
     async def go(self) -> None:
         names = "abcd"[: self.chance.randint(1, 4)]
         pool = self.pool = TeacherPool(
-            "math", [ReplicaSpec(name) for name in names], self, LoopClock(), self.chance, self.options,
+            "math", [ReplicaSpec(name) for name in names], self, MonotonicClock(), self.chance, self.options,
             connect=self.connect, on_event=lambda event: None,
         )  # fmt: skip
         self.gate = PublishGate()
         await pool.start()
-        beside = [asyncio.create_task(self.break_things(names))]
+        beside = [asyncio.create_task(work) for work in (self.break_things(names), self.set_clock())]
+        if self.outside.random() < 0.3:
+            beside.append(asyncio.create_task(self.freeze_trainer()))
         if self.follows:
             await self.publish()
             beside.append(asyncio.create_task(self.publish_often()))
@@ -241,6 +250,20 @@ class World:
         for process in self.processes.values():
             self.mend(process, process.mode)
         self.calm_since = asyncio.get_running_loop().time()
+
+    async def set_clock(self) -> None:
+        while True:
+            await asyncio.sleep(self.outside.expovariate(1 / 20))
+            self.clocks.set_by += self.outside.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
+
+    async def freeze_trainer(self) -> None:
+        """Three times, for up to longer than every deadline."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        for _ in range(3):
+            await asyncio.sleep(self.outside.uniform(0, 0.6 * self.requests))
+            loop.now += self.outside.choice((self.outside.uniform(1, 10), self.outside.uniform(10, 100)))
+            self.steps += 1
 
     @staticmethod
     def mend(process: Process, kind: str) -> None:
@@ -313,11 +336,14 @@ class World:
 def judge(seed: int, requests: int = 60) -> tuple[list[str], int]:
     """What is wrong with the pool of this seed, and how many steps it took: requests, replies, faults, changes of state."""
     world = World(seed, requests)
-    with mock.patch.object(supervisor, "ReplicaHealth", world.watched()):
+    watched = mock.patch.object(supervisor, "ReplicaHealth", world.watched())
+    with watched, mock.patch.object(clock, "time", world.clocks):
         try:
             run(_within(world.go(), requests * 10 + 3 * LONGEST))
         except (Stalled, TimeoutError) as error:
             world.problems.append(f"the pool stalls {error}")
+        except Exception as error:
+            world.problems.append(f"the pool fails: {error!r}")
     return world.problems, world.steps
 
 

@@ -10,6 +10,9 @@ from planted import Bug, one, seeds_until_found
 SIMULATE = Path(__file__).with_name("simulate.py")
 STEPS = {"run": 20_000, "pool": 20_000, "health": 10_000, "slots": 10_000}
 STORE, POOL = "dataplane/memory/store.py", "teacher/pool/pool.py"
+HEALTH = "teacher/pool/health.py"
+WALL_CLOCK = "__import__('understudy.teacher.pool.clock', fromlist=['time']).time.time()"
+"""The one that the simulation sets anew."""
 BUGS = {
     "a row is acknowledged before it is written": one(
         "run", "dataplane/memory/intake.py",
@@ -80,6 +83,21 @@ BUGS = {
     ),
     "a request waits for a replica that never changes": one(
         "pool", POOL, "        attempts.tried.clear()\n", "        pass\n",
+    ),
+    "a second deadline around each request fails it, if the trainer was frozen": one(
+        "pool", POOL, "                scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
+        "                async with asyncio.timeout(1.5 * self._deadline(replica, attempts)):\n"
+        "                    scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
+    ),
+    "backoffs of replicas are timed by the wall clock": Bug(
+        "pool",
+        (
+            (HEALTH, "State.EJECTED and now >= self.retry_at", f"State.EJECTED and {WALL_CLOCK} >= self.retry_at"),
+            (HEALTH, "self.retry_at = now + (", f"self.retry_at = {WALL_CLOCK} + ("),
+        ),
+    ),
+    "a request is sent to a replica that was ejected while the request waited": one(
+        "pool", POOL, "if not replica.health.usable:", "if False:",
     ),
     "backoffs do not grow": one(
         "health", "teacher/pool/health.py", "self.rules.restarts.wait_before(self.setbacks)", "self.rules.restarts.wait_before(1)",

@@ -330,6 +330,34 @@ def test_a_suspect_that_fails_its_probe_is_ejected_after_one_request() -> None:
     running(test, Rig())
 
 
+def test_a_request_that_waits_for_its_turn_is_not_sent_to_a_replica_that_was_ejected_meanwhile() -> None:
+    async def test(rig: Rig) -> None:
+        a, b, gate = rig.replicas["a"], rig.replicas["b"], asyncio.Event()
+
+        async def held(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await gate.wait()
+            if replica is a:
+                raise TIMEOUT
+            return answer(replica.name, items)
+
+        a.now = b.now = held
+        calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(4)]
+        await settle()
+        assert len(a.asked) == len(b.asked) == 1, "one is under way at each, one waits"
+        rig.start_error = ChildDied("it does not start")
+        rig.kill("a")
+        a.now = held
+        await rig.clock.advance(0.3)
+        assert rig.state("a") is State.EJECTED
+        gate.set()
+        await rig.clock.advance(5.0)
+        assert all(call.done() and len(call.result()) == 1 for call in calls)
+        assert len(a.asked) == 1, "what waited for it went to the other one"
+
+    one = replace(SUPERVISOR, max_in_flight=1)
+    running(test, Rig(options=replace(OPTIONS, supervisor=one)))
+
+
 def test_a_liar_is_ejected_although_it_also_tells_the_truth() -> None:
     async def test(rig: Rig) -> None:
         turns = itertools.count()

@@ -87,7 +87,8 @@ class _Attempts:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The result of sending a request to one replica: scores, or the error that counts against it."""
+    """The result of sending a request to one replica: scores, or the error that counts against it; neither if it was not
+    sent."""
 
     replica: Replica
     scores: list[ScoresRef] | None
@@ -301,6 +302,8 @@ class TeacherPool:
         """Ask one replica. Its load already counts this request, and is released here in every case."""
         try:
             async with replica.slots:
+                if not replica.health.usable:  # ejected while the request waited for its turn
+                    return _Outcome(replica, None)
                 started = self._clock.now()
                 scores = await self._checked(replica, items, self._deadline(replica, attempts))
         except (TeacherReplyError, ScoringFailed, TeacherUnavailable) as error:
