@@ -41,13 +41,19 @@ RESTARTS = 1
 more it may end with 2 and say that `understudy resume` goes on."""
 TRIES, GIVEN_UP = 3, "its worker process died 3 times"
 """A session whose worker is lost so often becomes a dead letter with this reason (`rollout/workers/pool.py`)."""
-NODE, GIVEN_UP_ON = " node", "given up"
-"""A Ray of the run's own has one node. If it is lost, the launch may wait for another one, and says so in `waits.json`; the
-driver ends such a launch."""
+LOST_MACHINE = r"machine \S+, the only one of the run's own Ray, is lost"
+"""A Ray of the run's own has one node. If it is lost, the launch may end with 2 and name it."""
+GIVEN_UP_ON = "given up"
+"""The driver ended the launch, as it took too long. No fault excuses that."""
 DISK = "the disk"
 """A launch may end with 2 and say that it could not write."""
 NO_MEMORY = "the memory"
 """A launch may end with 2 and say that there was no memory, or by a signal of native code that got none."""
+NO_MEMORY_OF = "no memory "
+"""And a role: another process got none. It may end, and is started again; or the launch ends with 2 and the name of that
+process, without a stack. A row whose reward or tool got none may be a dead letter that says so."""
+_LACKS_MEMORY = r"out of memory|no memory|MemoryError|allocate memory|start new thread"
+_STACK = "Traceback (most recent call last)"
 _ROUNDING = 1e-3
 """Nats by which a teacher's score may differ from a plain forward of its model in float32."""
 _CLOCK = 1e-5
@@ -101,7 +107,7 @@ class History:
 
 
 def violations(found: History, expected: History, promise: Promise) -> list[str]:
-    if _sessions_given_up(found):
+    if _sessions_given_up(found) or _memory_cost_rows(found):
         promise = replace(promise, to_the_bit=False, same_rows=False)
     return [
         *_endings(found),
@@ -126,14 +132,16 @@ def _endings(found: History) -> Iterator[str]:
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
         if AT_START in launch.faults and re.search(
-            r"(ended with|exit) code -?\d+|Ray .* cannot be used|teacher \w+, replica \w+ did not",
+            rf"(ended with|exit) code -?\d+|Ray .* cannot be used|teacher \w+, replica \w+ did not|{LOST_MACHINE}",
             launch.output,
         ):
             allowed.add(2)
         if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:
             allowed.add(2)
-        if GIVEN_UP_ON in launch.faults and any(one.endswith(NODE) for one in launch.faults):
-            allowed.add(-9)
+        if any(one.endswith(" node") for one in launch.faults) and re.search(LOST_MACHINE, launch.output):
+            allowed.add(2)
+        if GIVEN_UP_ON in launch.faults:
+            allowed.clear()
         if UNREACHED in launch.faults and re.search(r"teacher (add|sort)", launch.output):
             allowed.add(2)
         if DISK in launch.faults and re.search(_CANNOT_WRITE, launch.output):
@@ -141,6 +149,13 @@ def _endings(found: History) -> Iterator[str]:
         if NO_MEMORY in launch.faults:
             allowed |= {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
         if NO_MEMORY in launch.faults and re.search(r"out of memory|no memory", launch.output):
+            allowed.add(2)
+        short = any(one.startswith(NO_MEMORY_OF) for one in launch.faults)
+        if (
+            short
+            and re.search(rf"{_LACKS_MEMORY}|code -?\d+|killed by SIG", launch.output)
+            and _STACK not in launch.output
+        ):
             allowed.add(2)
         if launch.code not in allowed:
             yield f"launch {number} ended with {launch.code}, hit by {list(launch.faults)}: {launch.output[-600:]}"
@@ -150,6 +165,13 @@ def _sessions_given_up(found: History) -> bool:
     """Whether workers were lost so often that a session was given up: its row may be what ends them."""
     often = any(sum(one.endswith(" worker") for one in launch.faults) >= TRIES for launch in found.launches)
     return often and any(GIVEN_UP in reason for reason in found.letters.values())
+
+
+def _memory_cost_rows(found: History) -> bool:
+    short = any(
+        one == NO_MEMORY or one.startswith(NO_MEMORY_OF) for launch in found.launches for one in launch.faults
+    )
+    return short and any(re.search(_LACKS_MEMORY, reason) for reason in found.letters.values())
 
 
 def _lost(launch: Launch) -> int:

@@ -6,7 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checker import AT_START, DISK, NO_MEMORY, UNREACHED, Event, History, Launch, Promise, violations
+from checker import (
+    AT_START,
+    DISK,
+    GIVEN_UP_ON,
+    NO_MEMORY,
+    UNREACHED,
+    Event,
+    History,
+    Launch,
+    Promise,
+    violations,
+)
 
 PROMISE = Promise(steps=2, to_the_bit=True, same_rows=True, staleness=1)
 
@@ -116,6 +127,21 @@ def test_a_launch_without_memory_may_end_if_it_says_so() -> None:
         assert bool(found) is wrong, found
 
 
+def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_and_without_a_stack() -> None:
+    said = "error: out of memory on this machine; stop other programs (process teacher-add-0 ended with code 2; log: …)"
+    for faults, output, wrong in (
+        (("no memory replica",), said, False),
+        (("no memory replica",), f"Traceback (most recent call last)\n{said}", True),
+        (("no memory replica",), "error: unexpected", True), (("kill replica",), said, True),
+    ):  # fmt: skip
+        launches = [Launch(2, faults, output), Launch(0, ())]
+        assert bool(violations(replace(good(), launches=launches), good(), PROMISE)) is wrong, output
+    letters = {"c": "reward slow got no memory: MemoryError"}
+    for faults, wrong in ((("no memory worker",), False), (("kill worker",), True)):
+        found = replace(good(), letters=letters, launches=[Launch(0, faults)])
+        assert bool(violations(found, replace(good(), letters={}), PROMISE)) is wrong
+
+
 def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoints() -> None:
     said = "rank 1 was killed by SIGKILL; `understudy resume` goes on from the last checkpoint"
     for faults, wrong in (
@@ -143,7 +169,12 @@ def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None
         assert violations(replace(good(), launches=launches), good(), PROMISE) == []
 
 
-def test_a_launch_may_wait_for_a_node_that_is_lost_and_for_nothing_else() -> None:
-    for lost, found in (("kill node", 0), ("kill replica", 1)):
-        launches = [Launch(-9, (lost, "given up")), Launch(0, ())]
-        assert len(violations(replace(good(), launches=launches), good(), PROMISE)) == found
+def test_a_launch_that_loses_the_machine_of_its_own_ray_may_end_with_its_name_and_may_not_wait() -> None:
+    said = "error: machine 127.0.0.1/b850c1, the only one of the run's own Ray, is lost: its raylet ended with code -9"
+    for launch, found in (
+        (Launch(2, ("kill node",), said), 0), (Launch(2, (AT_START,), said), 0), (Launch(2, ("kill node",), "error: lost"), 1),
+        (Launch(2, ("kill replica",), said), 1), (Launch(-9, ("kill node", GIVEN_UP_ON)), 1),
+        (Launch(-9, ("kill", GIVEN_UP_ON)), 1),
+    ):  # fmt: skip
+        launches = [launch, Launch(0, ())]
+        assert len(violations(replace(good(), launches=launches), good(), PROMISE)) == found, launch

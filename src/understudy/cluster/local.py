@@ -106,6 +106,9 @@ class LocalProcesses:
     async def ready(self) -> None:
         """Wait until processes can be started. Returns at once for local processes."""
 
+    async def watch(self) -> None:
+        """Raises once every machine is lost and no other will come. Returns at once for local processes."""
+
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:

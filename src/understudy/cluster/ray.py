@@ -119,6 +119,12 @@ class RayProcesses(LocalProcesses):
             await asyncio.to_thread(self._connect)
             _take_sigterm_back()
 
+    async def watch(self) -> None:
+        while True:
+            if self.cluster is not None:
+                self.cluster.require_machine()
+            await asyncio.sleep(_LOOK_SECONDS)
+
     def _connect(self) -> None:
         cluster = RayCluster(self._settings)
         try:

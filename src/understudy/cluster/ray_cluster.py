@@ -34,6 +34,8 @@ _LOCAL_OBJECT_STORE = 100 * 2**20
 """Bytes. No data of ours passes through Ray's object store, so a small one will do."""
 _SETTLE_SECONDS = 5.0
 """How long released resources may take to show as free."""
+_NODE_PROCESSES = ("raylet", "gcs_server")
+"""Without these nothing runs, and nothing can be started, on a Ray of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class RayCluster:
 
     def __init__(self, settings: RaySettings) -> None:
         self._groups: dict[str, PlacementGroup] = {}
+        self._own = settings.address is None and (_holding or not ray.is_initialized())
+        """Whether the run started this Ray, in this attempt or an earlier one. It has one machine, and gets no other."""
         if ray.is_initialized():
             self._ours = self._made_token = False
             return
@@ -124,6 +128,7 @@ class RayCluster:
         not place them."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while (problem := misfit(requests, self.nodes())) is not None:
+            self.require_machine()
             if time.monotonic() > deadline:
                 raise ClusterError(problem)
             time.sleep(0.2)
@@ -143,6 +148,7 @@ class RayCluster:
         """None once Ray has placed the group, else the reason. A machine may be lost while we wait."""
         deadline, misfit_since = time.monotonic() + timeout, math.inf
         while not group.wait(1):
+            self.require_machine()
             now, problem = time.monotonic(), misfit([request], self.nodes())
             misfit_since = math.inf if problem is None else min(misfit_since, now)
             if problem is not None and now - misfit_since > _SETTLE_SECONDS:
@@ -151,6 +157,19 @@ class RayCluster:
                 found = f"Ray did not find room for {len(request.bundles)} bundles within {timeout:.0f} s"
                 return f"{request.name}: {found}\n{draw(self.nodes())}"
         return None
+
+    def require_machine(self) -> None:
+        """`ClusterError` if this Ray is the run's own and has lost its only machine. A cluster that others own may get
+        another one."""
+        node: Any = ray._private.worker._global_node
+        if not self._own or node is None:
+            return
+        for kind, process in node.dead_processes():
+            if kind in _NODE_PROCESSES:
+                raise ClusterError(
+                    f"machine {node.node_ip_address}/{node.node_id[:6]}, the only one of the run's own Ray, is lost: its {kind} "
+                    f"ended with code {process.returncode}; `understudy resume` goes on from the last checkpoint, with a new Ray"
+                )
 
     def group(self, name: str) -> PlacementGroup:
         return self._groups[name]
