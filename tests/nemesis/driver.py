@@ -25,7 +25,7 @@ from injection import Injector, flush_library
 from modes import MODES, STEPS, recipe
 from network import Proxy, server_url
 from reading import count_steps, read_journal, read_kept, read_letters, read_spans, read_steps, scored_again
-from schedules import PRELOADED, Fault, Schedule
+from schedules import MEMORY, PRELOADED, Fault, Schedule
 from small_runs import write_toml
 from starting import MARK, Trainer, start_trainer
 
@@ -140,7 +140,7 @@ class Trial:
                     continue
                 self.pending = [one for one in self.pending if one is not fault]
                 self.injected.append(fault)
-                if steps == before and fault.hits_others:
+                if steps == before and fault.hits_others and fault.kind != MEMORY:
                     how = UNREACHED if fault.role == "trainer" else AT_START
                 hit.append(how)
                 self._last_fault = time.monotonic()

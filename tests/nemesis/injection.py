@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import random
 import shutil
 import signal
@@ -19,7 +20,18 @@ import psutil
 from checker import DISK, NO_MEMORY
 from modes import ROLES
 from network import Proxy, strangers
-from schedules import CLOCK, FSYNC, MEMORY, NETWORK, PRELOADED, SQLITE, STRANGERS, Fault
+from schedules import (
+    CLOCK,
+    FREEZE_WAITING,
+    FSYNC,
+    LOST_MACHINE,
+    MEMORY,
+    NETWORK,
+    PRELOADED,
+    SQLITE,
+    STRANGERS,
+    Fault,
+)
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _HALF_A_LINE = b'{"step": 99, "actor/lo'
@@ -27,8 +39,10 @@ _FULL_AT = (64 << 10, 64 << 10, 12 << 10, 1 << 10)
 """Bytes beyond which no file of the trainer can grow while its disk is full; `Fault.which` chooses. The first leave room for
 metrics, not for the journal."""
 _SWING_SECONDS = 10.0
-_SPARE = 4 << 20
-"""Bytes that a process without memory can still get."""
+_SPARE = (4 << 20, 0)
+"""Bytes that a process without memory can still get; `Fault.which` chooses."""
+_WAITING_SECONDS = 3.0
+"""The trainer asks its processes within that time, also on a busy machine."""
 
 
 class Injector:
@@ -50,12 +64,16 @@ class Injector:
             return "kill" if self._kill_and_damage(fault, trainer) else None
         if fault.kind == STRANGERS:
             return self._crowd(fault, trainer)
+        if fault.kind == FREEZE_WAITING:
+            return self._freeze_waiting(fault, trainer)
+        if fault.kind == LOST_MACHINE:
+            return self._lose_machine(fault, target)
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
         if fault.kind in ("failing fsync", *PRELOADED, "full disk"):
             return DISK  # a slow one must end no launch
         if fault.kind == MEMORY:
-            return NO_MEMORY
+            return NO_MEMORY if fault.role == "trainer" else f"{fault.kind} {fault.role}"
         if fault.kind == "everything":
             return "kill"
         return fault.kind if fault.role == "trainer" else f"{fault.kind} {fault.role}"
@@ -80,7 +98,8 @@ class Injector:
             self._later(fault.seconds, lambda: flag.unlink(missing_ok=True))
         elif fault.kind == MEMORY:
             _, hard = target.rlimit(psutil.RLIMIT_AS)
-            target.rlimit(psutil.RLIMIT_AS, (target.memory_info().vms + _SPARE, hard))
+            spare = _SPARE[fault.which % len(_SPARE)]
+            target.rlimit(psutil.RLIMIT_AS, (target.memory_info().vms + spare, hard))
             self._later(fault.seconds, lambda: _room(target, hard, psutil.RLIMIT_AS))
         elif fault.kind in CLOCK:
             self._tell(clock=fault.seconds, swings=bool(fault.which % 2))
@@ -97,6 +116,29 @@ class Injector:
             crowd = strangers([trainer, *trainer.children(recursive=True)], random.Random(fault.which))
             self._later(fault.seconds, lambda: [one.close() for one in crowd])
             return fault.kind if crowd else None
+        return None
+
+    def _freeze_waiting(self, fault: Fault, trainer: psutil.Popen) -> str:
+        """The role's processes stand still for a moment, so that requests of the trainer are under way when it is frozen. Their
+        answers are there when it goes on."""
+        asked = list(_of_role(trainer, fault.role))
+        for one in asked:
+            with suppress(psutil.NoSuchProcess):
+                one.suspend()
+            self._later(_WAITING_SECONDS + 1, functools.partial(_resume, one))
+        self._later(_WAITING_SECONDS, functools.partial(_suspend, trainer))
+        self._later(_WAITING_SECONDS + fault.seconds, functools.partial(_resume, trainer))
+        return "freeze"
+
+    def _lose_machine(self, fault: Fault, target: psutil.Process) -> str | None:
+        with suppress(psutil.NoSuchProcess):
+            supervisor = target.parent()
+            if supervisor is None or not supervisor.cmdline()[0].startswith("ray::Supervisor"):
+                return None
+            target.suspend()
+            supervisor.kill()
+            self._later(math.inf, functools.partial(_end, target))
+            return f"{fault.kind} {fault.role}"
         return None
 
     def _later(self, seconds: float, undo: Callable[[], object]) -> None:
@@ -152,6 +194,16 @@ def _append(path: Path, piece: bytes) -> None:
     if path.exists():
         with path.open("ab") as file:
             file.write(piece)
+
+
+def _suspend(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+
+
+def _end(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
 
 
 def _resume(process: psutil.Process) -> None:

@@ -27,10 +27,14 @@ FULL_JOURNAL = "full journal"
 PRELOADED = (SQLITE, FULL_JOURNAL)
 """Need a C compiler (`shim/flush.c`)."""
 MEMORY = "no memory"
-"""Only if it is asked for (`--only`): a reward that gets no memory is a dead letter, so bits may differ."""
+"""Only if it is asked for (`--only`): a reward that gets no memory is a dead letter, so bits may differ. Of any process."""
 STRANGERS = "strangers"
 """Only if it is asked for: ports of ranks have no authentication (docs/cluster.md)."""
-ASKED_FOR = (MEMORY, STRANGERS)
+FREEZE_WAITING = "freeze waiting"
+"""Only if it is asked for: each takes 75 s."""
+LOST_MACHINE = "lost machine"
+"""Only if it is asked for: needs a process with a machine of its own (modes on Ray)."""
+ASKED_FOR = (MEMORY, STRANGERS, FREEZE_WAITING, LOST_MACHINE)
 NETWORK = ("partition", "delay", "reset", "damage")
 BEYOND_DEADLINES = 75.0
 """Seconds that a process is frozen for at most: longer than a request's deadline in these recipes, and than the silence after
@@ -55,7 +59,9 @@ class Fault:
     trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
     failing or slow fsync; failing sqlite flush: of the journal's files, in C; full journal: these files alone cannot be
     written, so that steps may be saved meanwhile; no memory: the process gets none beyond
-    what it has; strangers: connections to every port of the run that say something else than a client would, and stay open; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
+    what it has; freeze waiting: the trainer, beyond the deadlines of its requests, while it waits for the processes of the role;
+    lost machine: a process on Ray stands still for good and keeps its connections, and its supervisor is killed, as if their
+    machine had lost its power; strangers: connections to every port of the run that say something else than a client would, and stay open; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
     external teacher, or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
@@ -72,7 +78,7 @@ class Fault:
     @property
     def hits_others(self) -> bool:
         """Processes other than the trainer, or the network."""
-        return self.role != "trainer" or self.kind in NETWORK
+        return (self.role != "trainer" and self.kind != FREEZE_WAITING) or self.kind in NETWORK
 
     @property
     def ends_trainer(self) -> bool:
@@ -100,10 +106,11 @@ def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[
     by_seed = [name for name, own in MODES.items() if own.by_seed]
     name = mode or by_seed[seed % len(by_seed)]
     faults: list[Fault] = []
+    asked = {kind for kind in ASKED_FOR for one in only if f"{one} ".startswith(f"{kind} ")}
 
     def drawn() -> Fault:
         while True:
-            fault = draw_fault(chance, name, [kind for kind in ASKED_FOR if kind in only])
+            fault = draw_fault(chance, name, [kind for kind in ASKED_FOR if kind in asked])
             if not only or {fault.kind, f"{fault.kind} {fault.role}"} & set(only):
                 return fault
 
@@ -152,10 +159,17 @@ def draw_fault(chance: random.Random, mode: str, asked_for: Collection[str] = ()
         return Fault(
             kind, "trainer", after, delay, which, chance.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
         )
+    if kind == FREEZE_WAITING:
+        asked_role = role if role != "trainer" else others[0]
+        return Fault(kind, asked_role, min(max(after, 1), STEPS - 2), delay, which, BEYOND_DEADLINES)
+    if kind == LOST_MACHINE:
+        return Fault(
+            kind, "remote worker" if "remote worker" in others else others[0], max(after, 1), delay, which
+        )
     # A step takes a fifth of a second: a short fault ends before the next checkpoint.
     lasting = kind in (*FSYNC, *NETWORK, *PRELOADED, *ASKED_FOR, "full disk")
     lasts = round(chance.choice((chance.uniform(0.05, 0.5), chance.uniform(0.5, 8))), 2) if lasting else 0.0
-    return Fault(kind, "trainer", after, delay, which, lasts)
+    return Fault(kind, role if kind == MEMORY else "trainer", after, delay, which, lasts)
 
 
 def smaller(schedule: Schedule) -> Iterator[Schedule]:

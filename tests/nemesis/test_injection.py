@@ -18,6 +18,7 @@ import pytest
 from checker import NO_MEMORY
 from driver import processes_of
 from injection import Injector, flush_library
+from modes import ROLES
 from network import Proxy
 from schedules import Fault
 
@@ -200,6 +201,48 @@ for line in sys.stdin:
         injector.undo(everything=True)
         assert ask() == str(1 << 28)
         process.kill()
+
+
+TREE = """
+import subprocess, sys, time
+program, code, *names = sys.argv[1:]
+names and subprocess.Popen([names[0], "-c", code, program, code, *names[1:]], executable=program)
+time.sleep(600)
+"""
+
+
+def family(*names: str) -> list[psutil.Process]:
+    """A process, its child and so on; each child has one of these names."""
+    found: list[psutil.Process] = [psutil.Popen([sys.executable, "-c", TREE, sys.executable, TREE, *names])]
+    while len(found) <= len(names) or found[-1].cmdline()[:1] != [names[-1]]:
+        found += found[-1].children()
+        time.sleep(0.02)
+    return found
+
+
+def test_a_trainer_is_frozen_while_it_waits_for_its_processes(tmp_path: Path) -> None:
+    trainer, replica = both = family(ROLES["replica"])
+    injector, seen = Injector(tmp_path, None), [[False, False]]
+    assert injector.inject(Fault("freeze waiting", "replica", seconds=2.0), trainer) == "freeze"
+    while len(seen) < 5:
+        injector.undo()
+        now = [one.status() == psutil.STATUS_STOPPED for one in both]
+        seen += [now] if seen[-1] != now else []
+        time.sleep(0.02)
+    replica.kill()
+    trainer.kill()
+    assert seen[1:] == [[False, True], [True, True], [True, False], [False, False]]
+
+
+def test_a_process_of_a_lost_machine_stands_still_until_the_launch_is_over(tmp_path: Path) -> None:
+    trainer, supervisor, worker = family("ray::Supervisor", ROLES["remote worker"])
+    (injector := Injector(tmp_path, None)).inject(Fault("lost machine", "remote worker", which=1), trainer)
+    while supervisor.status() != psutil.STATUS_ZOMBIE or worker.status() != psutil.STATUS_STOPPED:
+        assert not injector.undo()
+    injector.undo(everything=True)
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
+    trainer.kill()
 
 
 def test_strangers_come_to_every_port_and_leave(tmp_path: Path) -> None:

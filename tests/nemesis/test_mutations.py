@@ -122,6 +122,17 @@ NEEDING = {
     "a dead fork server is waited for": one(
         "epochs", LOCAL, "if found.over or time.monotonic() > deadline:", "if time.monotonic() > deadline:", "kill fork server",
     ),
+    "a request that ran out of time while the trainer was frozen fails": one(
+        "sync full", POOL, "                scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
+        "                async with asyncio.timeout(1.5 * self._deadline(replica, attempts)):\n"
+        "                    scores = await self._checked(replica, items, self._deadline(replica, attempts))\n", "freeze waiting",
+    ),
+    "a process whose machine is lost counts as alive": one(
+        "ray workers", "cluster/ray.py", "process.returncode = _LOST", "return", "lost machine",
+    ),
+    "a lost machine of the run's own Ray is waited for": one(
+        "ray queue", "cluster/ray_cluster.py", "if kind in _NODE_PROCESSES:", "if False:", "kill node",
+    ),
     "a worker waits for a generation for three seconds, and gives up if the trainer is frozen": one(
         "rollout workers", "rollout/workers/process.py", "generation = await answer", "generation = await asyncio.wait_for(answer, 3)", "freeze trainer",
     ),
@@ -129,7 +140,7 @@ NEEDING = {
         "ray queue", "dataplane/transfer_queue/uploads.py", 'self.give_up(f"{type(error).__name__}: {error}")', "raise error", "kill queue",
     ),
     "a lack of memory is told as unexpected": one(
-        "sync full", "errors.py", "return isinstance(error, MemoryError) or any(", "return False and any(", "no memory",
+        "sync full", "errors.py", "return isinstance(error, MemoryError) or any(", "return False and any(", "no memory trainer",
     ),
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -49,13 +51,19 @@ def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
     assert {fault.role for fault in frozen if fault.seconds == BEYOND_DEADLINES} >= {"trainer", "replica"}
 
 
+def test_seeds_draw_what_they_drew_before_there_were_more_kinds_to_ask_for() -> None:
+    drawn = json.dumps([draw(seed).as_dict() for seed in range(100)])
+    assert hashlib.sha256(drawn.encode()).hexdigest().startswith("acca9fc27344b948")
+
+
 def test_faults_of_some_kinds_alone_are_drawn() -> None:
     def drawn(*only: str) -> set[str]:
         found = [fault for seed in range(40) for fault in draw(seed, "epochs", only=only).faults]
         return {f"{fault.kind} {fault.role}" for fault in found}
 
     assert drawn("kill replica", "clock") == {"kill replica", "clock trainer"}
-    assert drawn(MEMORY) == {"no memory trainer"}
+    assert drawn(MEMORY) == {"no memory trainer", "no memory replica", "no memory fork server"}
+    assert drawn("no memory trainer") == {"no memory trainer"}
     starting = [
         fault for seed in range(40) for fault in draw(seed, "epochs", only=["kill fork server"]).faults
     ]

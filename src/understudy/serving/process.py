@@ -6,7 +6,7 @@
 |---|---|
 | 0 | the work is done, or SIGTERM or SIGINT stopped it |
 | 1 | an exception that is a fault of ours; the log has the traceback |
-| 2 | an `UnderstudyError` or a full GPU; the last line of the log says which |
+| 2 | an `UnderstudyError`, or no memory on the machine or GPU; the last line of the log says which |
 | 3 `LAUNCHER_GONE` | the launcher has died |
 | 4 `LOST_PEER` | another process of its group is gone |
 | −11 and other signals | a crash in native code leaves the Python stacks in the log |
@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from understudy.errors import UnderstudyError
+from understudy.errors import UnderstudyError, lacks_memory
 from understudy.serving.bind import bind_socket
 
 LAUNCHER_GONE = 3
@@ -107,7 +107,13 @@ def process_main(
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if lacks_memory(error):  # no stack: a launcher shows the end of the log
+            print(
+                "error: out of memory on this machine; stop other programs, or start fewer processes",
+                file=sys.stderr,
+            )
+            return UnderstudyError.exit_code
         if not is_full_memory(error):
             raise
         traceback.print_exc()

@@ -16,6 +16,8 @@ from understudy.serving.process import process_arguments, process_main
 def refuses(process): raise ConfigError("student.model is missing")
 def fails(process): raise ZeroDivisionError("a fault of ours")
 def fills_the_gpu(process): raise RuntimeError("CUDA error: out of memory\\nSearch for it elsewhere")
+def gets_no_memory(process): raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes")
+def gets_no_object(process): raise MemoryError
 def loses_a_peer(process): raise SystemExit(LOST_PEER)
 def works(process): process.ready(rank=3)
 def waits(process): process.ready(); time.sleep(60)
@@ -51,6 +53,16 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
             "fills_the_gpu",
             2,
             "error: the GPU's memory is full; `nvidia-smi` lists the processes that hold it",
+        ),
+        (
+            "gets_no_memory",
+            2,
+            "error: out of memory on this machine; stop other programs, or start fewer processes",
+        ),
+        (
+            "gets_no_object",
+            2,
+            "error: out of memory on this machine; stop other programs, or start fewer processes",
         ),
         ("loses_a_peer", 4, ""),
     ],
