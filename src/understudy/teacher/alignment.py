@@ -7,7 +7,7 @@
 | signal | at the student's tokens |
 |---|---|
 | log p of the written token | one to one: the teacher's. A chain with the log-probabilities lq of the student's tokens and L, the sum of the teacher's: lq − (Σ lq − L), so that each token has the whole chain's difference |
-| the teacher's K best | at the first token of each chunk, at the student's ids that write the same bytes; elsewhere no candidates (`NO_CANDIDATE`) |
+| the teacher's K best | at the first token of each chunk, each at the student's id that writes the same bytes, or else at the first of the student's tokens of these bytes; those of one id are one candidate with their sum. Elsewhere no candidates (`NO_CANDIDATE`) |
 
 Imports no torch. Legend: P student tokens of a completion, M teacher tokens, C chunks, K candidates.
 """
@@ -67,14 +67,13 @@ class TokenAligner:
         self._student, self._teacher, self._ends = student, teacher, ends
         self._teacher_special = {name: number for number, name in teacher.special.items()}
         self._ids = max((*student.pieces, *student.special)) + 1 if usable is None else usable.limit
-        self._to_student = _same_bytes(student, teacher, usable)
-        self._to_student[self._to_student == ends.student_own] = -1
-        self._to_student[ends.teacher] = ends.student_own
-
-    @property
-    def shared(self) -> int:
+        same = _same_bytes(student, teacher, usable)
+        same[same == ends.student_own] = -1
+        same[ends.teacher] = ends.student_own
+        self.shared = int(np.count_nonzero(same >= 0))
         """The teacher's tokens that the student has too, the end of a turn included."""
-        return int(np.count_nonzero(self._to_student >= 0))
+        never = {ends.student_own, *(() if usable is None else usable.holes)}
+        self._to_student = _with_first_tokens(same, student, teacher, never, self._ids)
 
     def align(self, completion: np.ndarray, row: str = "") -> Alignment:
         """Raises `DataError` if the completion holds a special token that the teacher lacks, or if nothing of it
@@ -158,11 +157,11 @@ class TokenAligner:
         theirs_CK = ids_MK[from_C]
         known = len(self._to_student)
         ours_CK = np.where(theirs_CK < known, self._to_student[np.minimum(theirs_CK, known - 1)], -1)
-        order_CK = np.argsort(
-            ours_CK < 0, axis=1, kind="stable"
-        )  # best first, those without a counterpart last
+        ours_CK, logprobs_CK = _merged(ours_CK, logprobs_MK[from_C])
+        best_CK = np.where(ours_CK < 0, np.inf, -logprobs_CK)
+        order_CK = np.argsort(best_CK, axis=1, kind="stable")  # those without a counterpart last
         ours_CK = np.take_along_axis(ours_CK, order_CK, 1)
-        logprobs_CK = np.take_along_axis(logprobs_MK[from_C], order_CK, 1)
+        logprobs_CK = np.take_along_axis(logprobs_CK, order_CK, 1)
         shape = (alignment.length, ids_MK.shape[1])
         ids_PK, logprobs_PK = np.full(shape, -1, np.int32), np.full(shape, NO_CANDIDATE, np.float32)
         ids_PK[at_C] = ours_CK
@@ -199,6 +198,41 @@ def _same_bytes(student: TokenBytes, teacher: TokenBytes, usable: UsableIds | No
         if own is not None and own not in holes and (usable is None or own < usable.limit):
             found[number] = own
     return found
+
+
+def _with_first_tokens(
+    same: np.ndarray, student: TokenBytes, teacher: TokenBytes, never: Collection[int], limit: int
+) -> np.ndarray:
+    """The same, and for a text that the student has no token for, the first of its tokens of that text: how the
+    student begins to write it. `never`, and ids from `limit` on, are left out."""
+    found = same.copy()
+    for number, piece in teacher.pieces.items():
+        if same[number] >= 0:
+            continue
+        try:
+            first = student.encode(piece.decode())[:1]
+        except UnicodeDecodeError:  # a part of a character
+            continue
+        for own in first:
+            begin = student.pieces.get(own)
+            if begin and piece.startswith(begin) and own not in never and own < limit:
+                found[number] = own
+    return found
+
+
+def _merged(ids_CK: np.ndarray, logprobs_CK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates of a position with one id become the first of them, with the sum of their probabilities; the others
+    get −1."""
+    rows, k = ids_CK.shape
+    known = ids_CK.ravel() >= 0
+    keys = np.where(known, ids_CK.ravel() + np.repeat(np.arange(rows), k) * (int(ids_CK.max()) + 1), -1)
+    _, first, of, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    with np.errstate(divide="ignore"):
+        sums = np.log(np.bincount(of, np.exp(logprobs_CK.ravel().astype(np.float64))))
+    several = known & (counts[of] > 1)
+    ids = np.where(several & (first[of] != np.arange(rows * k)), -1, ids_CK.ravel())
+    logprobs = np.where(several, np.minimum(sums[of], 0.0), logprobs_CK.ravel())
+    return ids.reshape(rows, k), logprobs.astype(np.float32).reshape(rows, k)
 
 
 def _filled(ids_PK: np.ndarray, count: int) -> np.ndarray:

@@ -198,7 +198,7 @@ def test_a_token_that_is_left_out_has_no_difference() -> None:
     assert found.tolist() == np.array([-0.5, -0.6, -3.0, -4.0, -5.0], np.float32).tolist()
 
 
-def test_candidates_are_the_students_tokens_with_the_same_bytes() -> None:
+def test_candidates_are_the_students_tokens_with_the_same_bytes_or_the_first_of_them() -> None:
     student = byte_level(["hel", "lo", "he"])
     ours, theirs = tokens_of(student), tokens_of(COARSE)
     found = aligner(student, COARSE)
@@ -217,13 +217,32 @@ def test_candidates_are_the_students_tokens_with_the_same_bytes() -> None:
     scores = found.scores(reply_of(3, ids=best, logprobs=logprobs), one, np.full(4, -1.0, np.float32))
     assert scores.ids is not None and scores.logprobs is not None and scores.aligned == (2, 2, 0)
     used = scores.logprobs > NO_CANDIDATE / 2
-    assert used.tolist() == [[True, True, False], [False] * 3, [True, True, False], [True] * 3]
-    assert scores.ids[0, :2].tolist() == ids(ours, "he", "a").tolist(), "hello has no counterpart"
-    assert scores.logprobs[0, :2].tolist() == logprobs[0, 1:].tolist()
+    assert used.tolist() == [[True] * 3, [False] * 3, [True] * 3, [True] * 3]
+    assert scores.ids[0].tolist() == ids(ours, "hel", "he", "a").tolist(), "hello begins with hel"
+    assert scores.ids[2].tolist() == ids(ours, "b", "!", "l").tolist()
+    assert scores.logprobs[0].tolist() == logprobs[0].tolist(), "the teacher's own numbers, to the bit"
     assert scores.ids[3].tolist() == [eos, *ids(ours, "!", "c").tolist()]
     assert all(len(set(row)) == 3 and min(row) >= 0 for row in scores.ids.tolist())
     request = found.request(ScoreItem("r", completion, np.arange(4), Signal.TOPK, 3), np.array([7, 8]), one)
     assert request.tokens.tolist() == [7, 8, *one.tokens.tolist()] and request.positions.tolist() == [2, 3, 4]
+
+
+def test_candidates_that_begin_with_one_token_are_one_with_their_sum() -> None:
+    """A student of single bytes: `hello`, `he` and `h` all begin with `h`, and `b` was likelier than each of them."""
+    ours, theirs = tokens_of(FINE), tokens_of(COARSE)
+    found = aligner(FINE, COARSE)
+    one = found.align(ids(ours, "h"))
+    best = ids(theirs, "b", "hello", "he", "h", "llo")[None].astype(np.int32)
+    mass = np.array([[0.3, 0.2, 0.15, 0.1, 0.05]])
+    scores = found.scores(
+        reply_of(1, ids=best, logprobs=np.log(mass).astype(np.float32)), one, np.full(1, -1.0)
+    )
+    assert scores.ids is not None and scores.logprobs is not None
+    assert scores.ids[0, :3].tolist() == ids(ours, "h", "b", "l").tolist()
+    assert np.allclose(np.exp(scores.logprobs[0, :3]), [0.45, 0.3, 0.05], atol=1e-6)
+    assert (scores.logprobs[0, 3:] == np.float32(NO_CANDIDATE)).all() and len(
+        set(scores.ids[0].tolist())
+    ) == 5
 
 
 def test_ids_that_the_run_may_not_use_are_no_candidates() -> None:
