@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 import understudy
 from understudy.config import load_recipe
+from understudy.dataplane.ledger import audit
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -57,6 +59,32 @@ def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> 
     assert run.metrics[0]["val/accuracy/sort"] < 0.5
     assert run.last["val/accuracy/sort"] > 0.85
     assert run.metrics[1]["teacher/add/in_chains"] > 0.1 > run.last["teacher/add/in_chains"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("signal", ["sampled", "topk"])
+def test_real_models_of_two_families_work_together(tmp_path: Path, signal: str) -> None:
+    """A few steps of the recipe. That it learns was measured once (docs/teachers.md)."""
+    recipe = RECIPES / "other-tokenizer" / "stories.toml"
+    config = load_recipe(recipe)
+    models = [recipe.parent / one for one in (config.student.model, config.teachers["smollm2"].model)]
+    if missing := [str(one) for one in models if not one.exists()]:
+        pytest.skip(f"the head of {recipe.name} says how to make {', '.join(missing)}")
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    assert tokenizer("Once upon a time, there was")["input_ids"] == [1, 9038, 2501, 263, 931, 29892, 727, 471]
+    overrides = ["trainer.steps=3", f"run.dir={tmp_path / 'run'}", f"loss.signal={signal}"]
+    if signal == "topk":
+        overrides += ["loss.kind=reverse_kl", "loss.topk=64"]
+    run = understudy.train(load_recipe(recipe, overrides), progress=False)
+    for line in run.metrics:
+        one, chains, left = (
+            line[f"teacher/smollm2/{name}"] for name in ("one_to_one", "in_chains", "left_out")
+        )
+        assert one + chains + left == pytest.approx(1) and 0 < chains < 0.3 and left < 0.05
+        assert 0 < line["actor/distillation/k1"] < 3
+    report = audit(run.dir)
+    assert (report.trained, report.dead) == (48, 0)
 
 
 @pytest.mark.slow
