@@ -23,11 +23,11 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Protocol
 
 from study_jobs import ROOT, read_lines
 from understudy.config import load_recipe
@@ -73,7 +73,10 @@ class Run:
     @property
     def name(self) -> str:
         """Readable by the case's settings, unique by all of them."""
-        short = [setting.partition("=")[0].rpartition(".")[2] + "=" + setting.partition("=")[2] for setting in self.own]
+        short = [
+            setting.partition("=")[0].rpartition(".")[2] + "=" + setting.partition("=")[2]
+            for setting in self.own
+        ]
         digest = hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:6]
         return ",".join([*short, f"seed={self.seed}", digest]).replace("/", "_")
 
@@ -98,16 +101,33 @@ def read_table(file: Path, recipe: str) -> Table:
 def runs_of(table: Table, only: Sequence[str], seeds: Sequence[int], more: Sequence[str]) -> list[Run]:
     """All seeds of a case before the next case; cases with the same settings once."""
     cases = [own for group in only or table.groups for own in table.groups[group].values()]
-    return [
-        Run((*table.settings, *more, *own), own, seed) for own in dict.fromkeys(cases) for seed in seeds
-    ]
+    return [Run((*table.settings, *more, *own), own, seed) for own in dict.fromkeys(cases) for seed in seeds]
+
+
+class Process(Protocol):
+    """What the driver uses of `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def launch(words: Sequence[str], log: Path) -> Process:
+    """`understudy` with these arguments; what it says is added to the log."""
+    with log.open("ab") as sink:
+        command = [sys.executable, "-m", "understudy", *words]
+        return subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
 
 
 class Study:
     """One folder of runs, and what has been collected of them."""
 
-    def __init__(self, table: Table, out: Path) -> None:
-        self._table, self._out = table, out
+    def __init__(
+        self, table: Table, out: Path, launch: Callable[[Sequence[str], Path], Process] = launch
+    ) -> None:
+        self._table, self._out, self._launch = table, out, launch
         self._collected = out / "collected.jsonl"
         self._kept = out / "kept"
         """RUN/step-*.safetensors: weights for the grader, which removes them."""
@@ -115,7 +135,7 @@ class Study:
     def has(self, run: Run) -> bool:
         return any(line["name"] == run.name for line in read_lines(self._collected))
 
-    def start(self, run: Run) -> subprocess.Popen[bytes]:
+    def start(self, run: Run) -> Process:
         """A new run, or the rest of one that was interrupted."""
         folder = self._folder(run)
         if (folder / "recipe.json").exists():
@@ -126,9 +146,7 @@ class Study:
         log = self._out / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{words[0]} {run.name}", flush=True)
-        with log.open("ab") as sink:
-            command = [sys.executable, "-m", "understudy", *words]
-            return subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+        return self._launch(words, log)
 
     def ended(self, run: Run) -> None:
         """Collects a run that took all its steps; its weights stay for the grader, its checkpoints are removed."""
@@ -190,7 +208,7 @@ def run_all(study: Study, runs: Sequence[Run], side_by_side: int, seconds: float
     """`side_by_side` at a time, in order. Interrupts end the runs under way, which keep their checkpoints."""
     deadline = time.monotonic() + seconds
     waiting = [run for run in runs if not study.has(run)]
-    under_way: dict[Run, subprocess.Popen[bytes]] = {}
+    under_way: dict[Run, Process] = {}
     try:
         while waiting or under_way:
             if time.monotonic() > deadline:
@@ -205,7 +223,7 @@ def run_all(study: Study, runs: Sequence[Run], side_by_side: int, seconds: float
             time.sleep(_LOOK_SECONDS)
     finally:
         for process in under_way.values():
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         for process in under_way.values():
             process.wait()
 
@@ -236,7 +254,10 @@ def main() -> None:
             grader.kill()
             grader.wait()
     left = [run.name for run in runs if not study.has(run)]
-    print(f"{len(runs) - len(left)} of {len(runs)} runs are collected" + (f"; left: {', '.join(left)}" if left else ""))
+    print(
+        f"{len(runs) - len(left)} of {len(runs)} runs are collected"
+        + (f"; left: {', '.join(left)}" if left else "")
+    )
 
 
 if __name__ == "__main__":
