@@ -65,7 +65,7 @@ class Table:
 @dataclass(frozen=True)
 class Run:
     settings: tuple[str, ...]
-    """`key=value` of the recipe's table, of the command and of the case, in this order."""
+    """`key=value` of the recipe's table and of the case, in this order."""
     own: tuple[str, ...]
     """Those of the case."""
     seed: int
@@ -81,7 +81,8 @@ class Run:
         return ",".join([*short, f"seed={self.seed}", digest]).replace("/", "_")
 
 
-def read_table(file: Path, recipe: str) -> Table:
+def read_table(file: Path, recipe: str, more: Sequence[str] = ()) -> Table:
+    """`more` are settings for all runs, which override the table's."""
     tables = tomllib.loads(file.read_text())
     if recipe not in tables:
         raise SystemExit(f"{file} has no recipe {recipe!r}; it has {', '.join(tables)}")
@@ -89,7 +90,7 @@ def read_table(file: Path, recipe: str) -> Table:
     groups = {name: table for name, table in found.items() if isinstance(table, dict)}
     return Table(
         recipe=(file.parent / found["recipe"]).resolve(),
-        settings=tuple(found["settings"]),
+        settings=(*found["settings"], *more),
         groups={
             name: {case: tuple(own) for case, own in table.items() if case != "question"}
             for name, table in groups.items()
@@ -98,10 +99,10 @@ def read_table(file: Path, recipe: str) -> Table:
     )
 
 
-def runs_of(table: Table, only: Sequence[str], seeds: Sequence[int], more: Sequence[str]) -> list[Run]:
+def runs_of(table: Table, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """All seeds of a case before the next case; cases with the same settings once."""
     cases = [own for group in only or table.groups for own in table.groups[group].values()]
-    return [Run((*table.settings, *more, *own), own, seed) for own in dict.fromkeys(cases) for seed in seeds]
+    return [Run((*table.settings, *own), own, seed) for own in dict.fromkeys(cases) for seed in seeds]
 
 
 class Process(Protocol):
@@ -162,7 +163,13 @@ class Study:
         if weights.exists() and not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
             os.link(weights, kept)
-        record = {"name": run.name, "settings": run.settings, "seed": run.seed, "points": points}
+        record = {
+            "name": run.name,
+            "settings": run.settings,
+            "own": run.own,
+            "seed": run.seed,
+            "points": points,
+        }
         with self._collected.open("a") as file:
             file.write(json.dumps(record) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -239,8 +246,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="for every run")
     options = parser.parse_args()
-    table = read_table(options.cases, options.recipe)
-    runs = runs_of(table, options.only, options.seeds, options.set)
+    table = read_table(options.cases, options.recipe, options.set)
+    runs = runs_of(table, options.only, options.seeds)
     study = Study(table, options.out.resolve())
     (options.out / "logs").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on"))

@@ -30,14 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from step_problem import Row
 
 COLUMNS = {
-    "kl": ("KL to the teacher", "{:.3f}"),
     "entropy": ("entropy", "{:.2f}"),
     "length": ("tokens", "{:.2f}"),
 }
-"""Of every table, besides the accuracy; entropy and tokens are those of the samples since the evaluation before the last."""
+"""Of every table, besides accuracy and KL; entropy and tokens are those of the samples since the evaluation before the last."""
 ADDED = {
     "tail": {"student_mass": ("student's mass on the K", "{:.3f}")},
-    "staleness": {"staleness": ("mean age of rows", "{:.2f}"), "step_seconds": ("s a step", "{:.2f}")},
+    "staleness": {"staleness": ("mean age of rows", "{:.2f}")},
 }
 """Of single groups."""
 PANELS = ("topk", "tail", "candidates", "group", "staleness", "temperature")
@@ -67,33 +66,34 @@ def read_runs(path: Path) -> Runs:
 
 
 def of_cases(table: Table, group: str, runs: Sequence[dict[str, Any]]) -> dict[str, Runs]:
-    """Case → the runs of its seeds; only cases with runs."""
-    settings = {case: [*table.settings, *own] for case, own in table.groups[group].items()}
-    found = {case: [run for run in runs if run["settings"] == wanted] for case, wanted in settings.items()}
-    return {case: seeds for case, seeds in found.items() if seeds}
+    """Case → the runs of its seeds; only cases with runs, and none where there is nothing to compare."""
+    cases = table.groups[group].items()
+    found = {case: [run for run in runs if run["own"] == list(own)] for case, own in cases}
+    found = {case: seeds for case, seeds in found.items() if seeds}
+    return found if len(found) > 1 else {}
 
 
 def last(runs: Runs, quantity: str) -> list[float] | None:
-    """The seeds' values at the last step they all have."""
-    points = curve(runs, quantity)
-    return points[max(points)] if points else None
+    """The seeds' values at the last step they all have; None where not all of them know it there."""
+    return curve(runs, quantity).get(max(curve(runs, "accuracy")))
 
 
 def markdown(table: Table, group: str, cases: Mapping[str, Runs]) -> list[str]:
     columns = {**COLUMNS, **ADDED.get(group, {})}
     steps = list(curve(next(iter(cases.values())), "accuracy"))
     half, end = steps[len(steps) // 2], steps[-1]
-    head = [
-        "",
-        "seeds",
-        f"accuracy after {half} steps",
-        f"after {end}",
-        *(label for label, _ in columns.values()),
-    ]
+    head = ["", "seeds", f"accuracy after {half} steps, %", f"after {end}", "KL to the teacher"]
+    head += [label for label, _ in columns.values()]
     lines = [f"**{table.questions[group]}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for case, runs in cases.items():
         accuracy = curve(runs, "accuracy")
-        cells = [case, str(len(runs)), *(_share(accuracy[step]) for step in (half, end))]
+        shares = [[100 * value for value in accuracy[step]] for step in (half, end)]
+        cells = [
+            case,
+            str(len(runs)),
+            *(_spread(values, 1) for values in shares),
+            _spread(last(runs, "kl"), 3),
+        ]
         for quantity, (_, pattern) in columns.items():
             values = last(runs, quantity)
             cells.append(pattern.format(mean(values)) if values else "")
@@ -101,8 +101,11 @@ def markdown(table: Table, group: str, cases: Mapping[str, Runs]) -> list[str]:
     return [*lines, ""]
 
 
-def _share(values: Sequence[float]) -> str:
-    return f"{100 * mean(values):.1f} ± {100 * spread(values):.1f} %"
+def _spread(values: Sequence[float] | None, digits: int) -> str:
+    """Mean and standard deviation over seeds; of one seed its value."""
+    if not values:
+        return ""
+    return f"{mean(values):.{digits}f}" + (f" ± {spread(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def rows_of(table: Table, group: str, cases: Mapping[str, Runs]) -> list[Row]:
@@ -113,7 +116,7 @@ def rows_of(table: Table, group: str, cases: Mapping[str, Runs]) -> list[Row]:
             values, peers = last(runs, quantity), last(cases[first], quantity)
             if not values or not peers:
                 continue
-            step = max(curve(runs, quantity))
+            step = max(curve(runs, "accuracy"))
             name = f"{group}: {case}: {quantity} after {step} steps, mean of {len(values)} seeds"
             value, peer = mean(values), mean(peers)
             rows.append(

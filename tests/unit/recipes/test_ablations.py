@@ -20,7 +20,7 @@ GRPO = ROOT / "recipes" / "quickstart" / "methods" / "grpo.toml"
 @pytest.mark.parametrize("recipe", ["quickstart", "qwen"])
 def test_every_case_is_a_recipe(recipe: str) -> None:
     table = read_table(CASES, recipe)
-    runs = runs_of(table, [], [0, 1], [])
+    runs = runs_of(table, [], [0, 1])
     assert len({run.name for run in runs}) == len(runs)
     for run in runs[::2]:
         load_recipe(table.recipe, run.settings)
@@ -37,12 +37,11 @@ def test_cases_with_the_same_settings_share_their_runs(tmp_path: Path) -> None:
         "'K = 1' = ['loss.topk=1']\n[one.b]\nquestion = 'b?'\n'as it stands' = []\n"
     )
     table = read_table(file, "one")
-    assert [run.name.rpartition(",")[0] for run in runs_of(table, [], [0, 1], [])] == [
+    assert [run.name.rpartition(",")[0] for run in runs_of(table, [], [0, 1])] == [
         "seed=0", "seed=1", "topk=1,seed=0", "topk=1,seed=1",
     ]  # fmt: skip
-    assert [run.settings for run in runs_of(table, ["b"], [4], ["run.threads=1"])] == [
-        ("trainer.steps=3", "run.threads=1")
-    ]
+    more = read_table(file, "one", ["run.threads=1"])
+    assert [run.settings for run in runs_of(more, ["b"], [4])] == [("trainer.steps=3", "run.threads=1")]
 
 
 def test_points_have_the_means_since_the_evaluation_before() -> None:
@@ -77,7 +76,7 @@ def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
 ) -> None:
     """The first launch is killed at its second checkpoint, as when its machine is taken away."""
     table, out = read_table(small_cases(tmp_path), "small"), tmp_path / "out"
-    (run,) = runs_of(table, [], [0], [])
+    (run,) = runs_of(table, [], [0])
     faults = ["checkpoint.before_rename:2", None]
 
     def launch(words: Sequence[str], log: Path) -> Command:
@@ -110,22 +109,25 @@ def test_no_run_begins_after_the_time(tmp_path: Path) -> None:
 
 def test_tables_have_means_over_seeds_and_the_graders_kl(tmp_path: Path) -> None:
     table = read_table(CASES, "quickstart")
+    accuracies: dict[str, tuple[list[str], float]] = {
+        "s0": ([], 0.4), "s1": ([], 0.6), "k1": (["loss.topk=1"], 0.2),
+    }  # fmt: skip
     with (tmp_path / "collected.jsonl").open("w") as file:
-        for seed, accuracy in enumerate((0.4, 0.6)):
+        for name, (own, accuracy) in accuracies.items():
             points = [{"step": 0, "accuracy": 0.1}, {"step": 60, "accuracy": accuracy, "entropy": 1.0}]
-            file.write(
-                json.dumps({"name": f"s{seed}", "settings": table.settings, "seed": seed, "points": points})
-                + "\n"
-            )
+            file.write(json.dumps({"name": name, "own": own, "points": points}) + "\n")
     grades = [("start", 0, 6.0), ("s0", 60, 1.0), ("s1", 60, 3.0)]
     (tmp_path / "grades.jsonl").write_text(
         "".join(json.dumps({"run": run, "step": step, "kl": kl}) + "\n" for run, step, kl in grades)
     )
-    cases = of_cases(table, "topk", read_runs(tmp_path))
-    assert list(cases) == ["K = 8"], "cases without runs are left out"
-    assert (
-        markdown(table, "topk", cases)[-2]
-        == "| K = 8 | 2 | 50.0 ± 14.1 % | 50.0 ± 14.1 % | 2.000 | 1.00 |  |"
-    )
-    values = {row.name: row.value for row in rows_of(table, "topk", cases)}
+    runs = read_runs(tmp_path)
+    found = of_cases(table, "topk", runs)
+    assert list(found) == ["K = 8", "K = 1"], "cases without runs are left out"
+    assert of_cases(table, "group", runs) == {}, "one case answers no question"
+    assert markdown(table, "topk", found)[-3:] == [
+        "| K = 8 | 2 | 50.0 ± 14.1 | 50.0 ± 14.1 | 2.000 ± 1.414 | 1.00 |  |",
+        "| K = 1 | 1 | 20.0 | 20.0 |  | 1.00 |  |",
+        "",
+    ]
+    values = {row.name: row.value for row in rows_of(table, "topk", found)}
     assert values["topk: K = 8: kl after 60 steps, mean of 2 seeds"] == 2.0
