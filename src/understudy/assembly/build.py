@@ -105,9 +105,10 @@ async def build(
         if recipe.cluster.backend != "local":
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
-        watchers = await stack.enter_async_context(asyncio.TaskGroup())
-        watcher = watchers.create_task(processes.watch(), name="watch-machines")
-        stack.callback(watcher.cancel)
+        if recipe.cluster.backend != "local":
+            watchers = await stack.enter_async_context(asyncio.TaskGroup())
+            watcher = watchers.create_task(processes.watch(), name="watch-machines")
+            stack.callback(watcher.cancel)
         seating = seat_here(recipe, gpus)
         if words := seating.shared():
             view.note(words)

@@ -107,7 +107,7 @@ class LocalProcesses:
         """Wait until processes can be started. Returns at once for local processes."""
 
     async def watch(self) -> None:
-        """Raises once every machine is lost and no other will come. Returns at once for local processes."""
+        """Raises once every machine is lost and no other will come. Local processes have no other machine."""
 
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None

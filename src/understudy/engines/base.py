@@ -127,6 +127,10 @@ class Generation:
             )
 
 
+class EngineClosed(EngineError):
+    """The engine was closed before it answered. Another one may be asked."""
+
+
 class Engine(Protocol):
     """Generates with the student. The trainer calls it from its event loop.
 

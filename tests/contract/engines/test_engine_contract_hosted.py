@@ -29,10 +29,15 @@ from hosted_rig import hosted
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hosted import process as host
+from understudy.engines.hosted.app import HostApp
+from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.messages import encode_call
+from understudy.engines.local.engine import HFEngine
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
+from understudy.serving.client import Reply
+from understudy.serving.endpoint import Endpoint
 from understudy.serving.frames import MAGIC, PREFIX
 from understudy.serving.supervisor import Restarts
 from understudy.types.trajectory import StopReason
@@ -242,6 +247,31 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
 
     for part in (mid_batch, paused, given_up_and_closed):
         runner.run(asyncio.wait_for(part(), 90))
+
+
+def test_a_generation_of_a_process_that_ends_may_be_asked_of_another(tmp_path: Path) -> None:
+    """SIGTERM of an engine process while it generated ended the run with "the engine was closed while …"."""
+
+    async def body() -> None:
+        engine = HFEngine(
+            make_model(seed=1), max_batch=8, device="cpu", pad_id=0, max_length=CONTEXT, version=0
+        )
+        app = HostApp(engine, token="ours", weights=None)
+        headers = {"Authorization": "Bearer ours"}
+        transport = httpx.ASGITransport(app.asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host", headers=headers) as http:
+            await engine.pause()
+            asked = encode_call(1, requests(2, Sampling(20)))
+            waiting = asyncio.create_task(http.post("/v1/generate", content=asked))
+            await asyncio.sleep(0.2)
+            await engine.close()
+            for answer in (await waiting, await http.post("/v1/generate", content=asked)):
+                reply = Reply(answer.status_code, answer.content, answer.headers["content-type"])
+                channel = HostChannel("rollout-0", Endpoint("http://host"))
+                with pytest.raises(HostLost, match="closed"):
+                    raise channel.refusal("/v1/generate", reply)
+
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 @pytest.mark.slow

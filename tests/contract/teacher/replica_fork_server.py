@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -124,12 +124,12 @@ def wedge_after(requests: int) -> None:
     begin = scorer.Scorer.begin
     seen = 0
 
-    def stuck(self: scorer.Scorer, request: ScoreRequest) -> scorer.QueuedRequest:
+    def stuck(self: scorer.Scorer, request: ScoreRequest, *between: Any) -> scorer.QueuedRequest:
         nonlocal seen
         seen += len(request) > 1  # the fixed tokens are one sequence
         while seen > requests:
             time.sleep(3600)
-        return begin(self, request)
+        return begin(self, request, *between)
 
     scorer.Scorer.begin = stuck
 

@@ -26,8 +26,9 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from understudy.engines.base import Engine, GenerateRequest, Generation
+from understudy.engines.base import Engine, EngineClosed, GenerateRequest, Generation
 from understudy.engines.hosted.messages import (
+    CLOSED,
     CONTENT_TYPE,
     AbortOrder,
     MessageError,
@@ -45,6 +46,7 @@ _LARGEST_ORDER = 4096
 _REFUSED = (
     (MessageError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
+    (EngineClosed, CLOSED, "closed"),
     (EngineError, 422, "engine"),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from understudy.engines.hosted.messages import CONTENT_TYPE
+from understudy.engines.hosted.messages import CLOSED, CONTENT_TYPE
 from understudy.errors import EngineError
 from understudy.serving.client import Reply, ServerClient, ServerGone
 from understudy.serving.endpoint import Endpoint, Traffic
@@ -39,7 +39,7 @@ class HostChannel(ServerClient):
         await self.ask(path, b"" if order is None else msgspec.json.encode(order))
 
     def refusal(self, path: str, reply: Reply) -> EngineError:
-        if not reply.ours:  # the server is shutting down
+        if not reply.ours or reply.status == CLOSED:  # the server is shutting down
             return HostLost(f"{self.name} at {path}: status {reply.status} {reply.text[:100]}")
         kind = TransferBroken if reply.status == BROKEN_TRANSFER else EngineError
         return kind(f"{self.name}: {reply.reason}")

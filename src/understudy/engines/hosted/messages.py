@@ -12,6 +12,8 @@ from understudy.errors import EngineError
 from understudy.serving.frames import Decoder, FrameError, encode
 
 CONTENT_TYPE = "application/x-understudy-frame"
+CLOSED = 503
+"""The status of a refusal by a process that ends: another process may be asked."""
 
 
 class MessageError(EngineError, FrameError):

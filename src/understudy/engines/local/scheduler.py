@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import torch
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import EngineClosed, GenerateRequest, Generation
 from understudy.engines.local.rows import DecodingRow, RowBatch
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
@@ -113,7 +113,7 @@ class Scheduler:
     def submit(self, call: Call) -> None:
         with self._changed:
             if self._closed:
-                raise EngineError("the engine is closed; it takes no more requests")
+                raise EngineClosed("the engine is closed; it takes no more requests")
             self._calls.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="understudy-hf-engine", daemon=True)
@@ -175,7 +175,7 @@ class Scheduler:
                     self._turn()
                 except Exception as error:
                     self._fail_running(error)
-        self._fail_running(EngineError("the engine was closed while this generation was running"))
+        self._fail_running(EngineClosed("the engine was closed while this generation was running"))
 
     def _wait_for_work(self) -> bool:
         """Waits until there is something to compute; False once closed."""
