@@ -90,7 +90,7 @@ def test_small_requests_are_served_between_the_parts_of_a_large_one(
     """Both ranks make the same forwards in the same order, and each reply has the bits it has alone."""
     model = write_model(tmp_path / "model")
     processes = two_processes(fork_server, model, tmp_path, "--max-batch-tokens", "64")
-    large = random_items(200, 1, Signal.SAMPLED)
+    large = random_items(80, 1, Signal.SAMPLED)
     small = [random_items(1, seed, Signal.TOPK, 8) for seed in range(2, 6)]
 
     async def ask() -> int:
