@@ -1,4 +1,4 @@
-"""An outage of a teacher: no replica answers, scoring waits. It is told, told again, and ended when it lasts too long."""
+"""An outage of a teacher: no replica answers, scoring waits. It is reported, reported again, and becomes an error when it lasts too long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind
 from understudy.teacher.pool.supervisor import ReplicaSupervisor
 
-_TELL_AGAIN_S = 15.0
-"""When an outage is told for the second time."""
+_REPORT_AGAIN_S = 15.0
+"""When an outage is reported for the second time."""
 
 
 class Outage:
@@ -18,22 +18,22 @@ class Outage:
         """`most`: seconds after which an outage is an error; None: it may last."""
         self._supervisor, self._clock, self._most = supervisor, clock, most
         self._began: float | None = None
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     @property
     def lasts(self) -> bool:
         return self._began is not None
 
     def begin(self) -> bool:
-        """Returns whether a new one begins."""
+        """Returns whether a new outage begins."""
         if self._began is not None:
             return False
-        self._began = self._told_at = self._clock.now()
-        self._tell("no replica answers, scoring waits and nothing is dropped")
+        self._began = self._reported_at = self._clock.now()
+        self._report("no replica answers, scoring waits and nothing is dropped")
         return True
 
     def check(self) -> None:
-        """Tells a lasting outage again, each time after twice as long. Raises `ClusterError` if it is too long."""
+        """Reports a lasting outage again, each time after twice as long. Raises `ClusterError` if it is too long."""
         if self._began is None or self._most is None:
             return
         now, teacher = self._clock.now(), self._supervisor.teacher
@@ -44,19 +44,19 @@ class Outage:
                 f"{self._most:g}): {self._states()}\nstart its servers again, or name others in teachers.{teacher}.urls, and resume "
                 "the run; no row is lost"
             )
-        if seconds >= max(2 * (self._told_at - self._began), _TELL_AGAIN_S):
-            self._told_at = now
-            self._tell(f"still no answer after {seconds:.0f} s")
+        if seconds >= max(2 * (self._reported_at - self._began), _REPORT_AGAIN_S):
+            self._reported_at = now
+            self._report(f"still no answer after {seconds:.0f} s")
 
     def end(self) -> float:
-        """Returns its seconds; 0 if there was none."""
+        """Returns the seconds that it lasted; 0 if there was none."""
         if self._began is None:
             return 0.0
         seconds, self._began = self._clock.now() - self._began, None
         self._supervisor.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
         return seconds
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         end = (
             ""
             if self._most is None
@@ -66,8 +66,10 @@ class Outage:
 
     def _states(self) -> str:
         """Of every replica: its name, the address of an external one, its state and the last reason."""
-        told = []
+        states = []
         for replica in self._supervisor.replicas.values():
             where = f" at {replica.spec.endpoint.url}" if replica.spec.endpoint else ""
-            told.append(f"{replica.name}{where} {replica.health.state.value} ({replica.health.last_reason})")
-        return "; ".join(told)
+            states.append(
+                f"{replica.name}{where} {replica.health.state.value} ({replica.health.last_reason})"
+            )
+        return "; ".join(states)

@@ -36,15 +36,15 @@ class ReplicaMedia:
         self.probe = self.store.put(PROBE_PICTURE)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the pictures that are not here, each once; the others become the latest."""
+        """The pictures that are not stored here, each once. Those that are count as just used, and are dropped last."""
         with self._lock:
-            gone = []
+            absent = []
             for name in dict.fromkeys(names):
                 if name in self._sizes:
                     self._sizes.move_to_end(name)
                 elif name != self.probe:
-                    gone.append(name)
-            return gone
+                    absent.append(name)
+            return absent
 
     def put(self, data: bytes) -> str:
         """Stores a picture; raises `PictureError` for one that cannot be decoded."""

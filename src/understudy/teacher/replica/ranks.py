@@ -24,11 +24,11 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
     if world < 1:
         raise TeacherError(f"--tensor-parallel {world}: expected at least 1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    with tempfile.TemporaryDirectory(prefix="understudy-parts-") as folder:
-        shared = [*arguments, "--world-size", str(world), "--rendezvous", f"file://{folder}/meet"]
+    with tempfile.TemporaryDirectory(prefix="understudy-replica-ranks-") as folder:
+        shared = [*arguments, "--world-size", str(world), "--rendezvous", f"file://{folder}/rendezvous"]
         read_end, write_end = os.pipe()
         os.set_inheritable(read_end, True)
-        others = [
+        followers = [
             subprocess.Popen(
                 [
                     sys.executable,
@@ -45,7 +45,7 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
             for rank in range(1, world)
         ]
         done = threading.Event()
-        for rank, process in enumerate(others, start=1):
+        for rank, process in enumerate(followers, start=1):
             threading.Thread(target=_watch, args=(rank, process, done), daemon=True).start()
         try:
             return server.main(_at(shared, 0))
@@ -53,17 +53,17 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
             done.set()
             os.close(write_end)
             os.close(read_end)
-            for process in others:
+            for process in followers:
                 process.wait(30)
 
 
 def _at(arguments: Sequence[str], rank: int) -> list[str]:
     """The arguments for another rank: with its own `--rank`, and its own GPU on CUDA."""
-    words = [*arguments, "--rank", str(rank)]
-    if "--device" in words:
-        place = words.index("--device") + 1
-        words[place] = f"cuda:{rank}" if words[place].startswith("cuda") else words[place]
-    return words
+    own = [*arguments, "--rank", str(rank)]
+    if "--device" in own:
+        place = own.index("--device") + 1
+        own[place] = f"cuda:{rank}" if own[place].startswith("cuda") else own[place]
+    return own
 
 
 def _watch(rank: int, process: subprocess.Popen[bytes], done: threading.Event) -> None:

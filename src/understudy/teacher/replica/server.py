@@ -48,9 +48,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--batching", default=RequestBatching.BY_REQUEST, choices=[mode.value for mode in RequestBatching]
     )
     parser.add_argument("--max-batch-tokens", type=int, default=ScorerOptions().max_batch_tokens)
-    parser.add_argument("--world-size", type=int, default=1, help="processes that share this replica's model")
-    parser.add_argument("--rank", type=int, default=0, help="which of them this is; 0 answers requests")
-    parser.add_argument("--rendezvous", default="", help="where they meet: tcp://HOST:PORT or file:///PATH")
+    parser.add_argument(
+        "--world-size", type=int, default=1, help="ranks (processes) that share this replica's model"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="of this process; rank 0 answers requests")
+    parser.add_argument(
+        "--rendezvous", default="", help="where the ranks join: tcp://HOST:PORT or file:///PATH"
+    )
     parser.add_argument(
         "--layout", default=ScoringLayout.AUTO, choices=[layout.value for layout in ScoringLayout]
     )
@@ -107,7 +111,7 @@ def check_place(args: argparse.Namespace) -> None:
         )
     if args.world_size > 1 and not args.rendezvous:
         raise StartError(
-            "--world-size above 1 needs --rendezvous, where the processes meet (tcp://HOST:PORT)"
+            "--world-size above 1 needs --rendezvous, the address where the ranks join (tcp://HOST:PORT)"
         )
 
 
