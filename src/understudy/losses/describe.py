@@ -187,6 +187,11 @@ def _describe_divergence(
             notes.append(
                 "without a tail the sum falls below zero when the student puts all its mass on the K ids"
             )
+        if tail == "drop" and kind == "reverse_kl":
+            notes.append(
+                "the sum is 0 for a student that leaves the K ids, and students do: watch actor/distillation/student_mass, "
+                "or set loss.tail = 'bucket'"
+            )
         if tail == "renormalise":
             notes.append("mass outside the K ids is invisible to this loss")
     if kind == "jsd" and beta in (0.0, 1.0):

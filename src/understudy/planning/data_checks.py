@@ -196,6 +196,11 @@ def tokens_fit(
     return checked
 
 
+def _to_json(value: Any, **given: Any) -> str:
+    """As in transformers. Jinja's own escapes < > & ' for HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, **given})
+
+
 def prompt_length(
     student: ModelFolder,
     recipe: Recipe,
@@ -214,6 +219,7 @@ def prompt_length(
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: form
     template = environment.from_string(student.chat_template) if student.chat_template else None

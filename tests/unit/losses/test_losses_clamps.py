@@ -155,6 +155,13 @@ def test_the_formula_shows_the_clamps() -> None:
     assert "[clamp(r²/2, ±2)]" in describe_objective("mse", "sampled", loss_max_clamp=2.0).formula
 
 
+def test_reverse_kl_without_a_tail_is_noted() -> None:
+    """Three of three students left the teacher's candidates within 15 steps, and the loss did not show it."""
+    assert "student_mass" in str(describe_objective("reverse_kl", tail="drop"))
+    assert "student_mass" not in str(describe_objective("reverse_kl"))
+    assert "student_mass" not in str(describe_objective("forward_kl", tail="drop"))
+
+
 def test_verls_names_of_estimators_are_values_of_both_keys() -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
     for name, ours in ESTIMATOR_ALIASES.items():
