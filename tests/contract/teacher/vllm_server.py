@@ -28,19 +28,28 @@ def serving(
     model: Path, log: Path, options: Sequence[str], more: dict[str, str] | None = None
 ) -> Iterator[str]:
     """The address of a server that is ready. `more`: variables of its environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    env = {**os.environ, **ENVIRONMENT, **(more or {})}
+    with answering(
+        [*command, "--enforce-eager", *options], port, log, {**ENVIRONMENT, **(more or {})}
+    ) as url:
+        yield url
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def answering(command: Sequence[str], port: int, log: Path, more: dict[str, str]) -> Iterator[str]:
+    """Runs a server until the block ends; its address, once /health answers. `more`: variables of its environment."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*command, "--enforce-eager", *options],
-            env=env,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
+            command, env={**os.environ, **more}, stdout=stream, stderr=stream, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
