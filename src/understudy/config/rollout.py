@@ -136,6 +136,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"engine = {self.engine!r} needs `urls`, the addresses of running servers; only vLLM is started here"
             )
+        cut = next((key for key in _CUTS if getattr(self, key) != type(self).model_fields[key].default), None)
+        if self.engine == "sglang" and cut is not None:
+            raise ValueError(
+                f"engine = 'sglang' reports log-probabilities before `{cut}`, so they are not of the distribution sampled "
+                f"from; leave `{cut}` out, or use 'hf' or 'vllm'"
+            )
         if self.engine == "hf" and self.urls:
             raise ValueError(
                 "`urls` belong to engine = 'vllm', 'sglang' or 'openai'; 'hf' runs in this process"
@@ -170,4 +176,5 @@ class RolloutConfig(Section):
             )
 
 
+_CUTS = ("top_p", "top_k", "min_p")
 _OF_OUR_SERVERS = ("replicas", "devices", "vllm_python", "engine_args")

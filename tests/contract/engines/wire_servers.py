@@ -28,7 +28,7 @@ class WireServer:
     """A generation server with the control routes of its dialect."""
 
     def __init__(self, dialect: str, model: Any, max_length: int) -> None:
-        self.dialect = dialect
+        self.dialect, self.eos = dialect, int(model.config.eos_token_id)
         self.engine = HFEngine(
             model, max_batch=16, device="cpu", pad_id=0, max_length=max_length, batching=Batching.CONTINUOUS
         )
@@ -59,7 +59,7 @@ class WireServer:
                 "/pause_generation": self.pause,
                 "/continue_generation": self.resume,
                 "/abort_request": self.abort,
-                "/flush_cache": self.ok,
+                "/flush_cache": self.sglang_flush,
                 "/update_weights_from_disk": self.sglang_load,
             }
         else:
@@ -101,10 +101,16 @@ class WireServer:
         return generation
 
     def _sampling(self, params: dict[str, Any], max_tokens: int, candidates: int = 0) -> Sampling:
-        assert params["ignore_eos"] is True
+        stops = tuple(params["stop_token_ids"])
+        if (
+            self.dialect == "sglang"
+        ):  # with `ignore_eos` it ignores every id; without, the model's own ends it too
+            stops = () if params["ignore_eos"] else (*stops, self.eos)
+        else:
+            assert params["ignore_eos"] is True
         return Sampling(
             max_tokens,
-            tuple(params["stop_token_ids"]),
+            stops,
             temperature=params["temperature"],
             top_p=params["top_p"],
             top_k=max(params["top_k"], 0),
@@ -188,6 +194,9 @@ class WireServer:
                 [[-float(rank), i, None] for rank, i in enumerate(best, 1)] for best in _best_of(generation)
             ]
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta})
+
+    async def sglang_flush(self, request: Request) -> Response:
+        return Response("Cache flushed.\nPlease check backend logs for more details.\n")  # of no content type
 
     async def sglang_load(self, request: Request) -> Response:
         body = await request.json()

@@ -28,6 +28,7 @@ def recipe(loss: dict | None = None, run: dict | None = None, **rollout: object)
         (recipe(engine="vlm"), "did you mean 'vllm'?"),
         (recipe(engine="sglang"), "needs `urls`, the addresses of running servers"),
         (recipe(engine="openai", urls=URL), "set live_weights = false to train off-policy"),
+        (recipe(engine="sglang", urls=URL, min_p=0.1), "before `min_p`, so they are not of the distribution"),
         (recipe(engine="hf", urls=URL), "'hf' runs in this process"),
         (recipe(engine="hf", replicas=2), "`replicas` belongs to vLLM servers that the run starts"),
         (recipe(engine="vllm", urls=URL, engine_args=["-x"]), "`engine_args` belongs to vLLM servers"),

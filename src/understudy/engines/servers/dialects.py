@@ -283,6 +283,8 @@ def _sglang_body(ask: PieceRequest) -> Json:
     sampling = ask.request.sampling
     params = {
         **_no_filters(sampling),
+        # With it SGLang ignores `stop_token_ids` too. Without it the model's own ends stop it: see `_sglang_read`.
+        "ignore_eos": not sampling.stop_ids,
         "max_new_tokens": ask.max_new_tokens,
         **({} if ask.seed is None else {"sampling_seed": ask.seed & 0x7FFFFFFF}),
         "stop": list(sampling.stop_strings),
@@ -301,7 +303,10 @@ def _sglang_read(body: bytes, ask: PieceRequest) -> GeneratedPart:
     meta = _decoded(body, ask, _json_object).get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason") or {}
-    reason = _stop_reason(finish.get("type"), finish.get("matched"), ask)
+    matched = finish.get("matched")
+    reason = _stop_reason(finish.get("type"), matched, ask)
+    if reason is StopReason.EOS and matched not in ask.request.sampling.stop_ids:
+        reason = StopReason.ABORTED  # an end that was not asked for: the rest is asked for
     piece = check_piece([entry[1] for entry in entries], [entry[0] for entry in entries], ask, reason)
     if not ask.request.sampling.candidates:
         return piece
