@@ -14,7 +14,7 @@ from engine_contract import (
     check_a_live_update_splits_generations_by_version,
 )
 from engines_under_contract import CONTEXT, make_model
-from sglang_server import serving_sglang
+from real_servers import serving_sglang
 
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine

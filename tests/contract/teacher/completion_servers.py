@@ -1,4 +1,4 @@
-"""Servers that speak vLLM's and OpenAI's JSON as recorded from them, and SGLang's as its source writes it, over a plain transformers model.
+"""Servers that speak vLLM's and OpenAI's JSON as recorded from them, and SGLang's, over a plain transformers model.
 
 `flavour` says which of their dialects is spoken; everything else is refused in their words.
 """
@@ -112,6 +112,8 @@ class FakeCompletions:
         return JSONResponse({"text": "x", "meta_info": meta | ({"input_top_logprobs": tops} if k else {})})
 
     async def completions(self, http: Request) -> Response:
+        if self.spoil == "no tokenizer":  # SGLang with --skip-tokenizer-init
+            return self.refuse("Internal server error: 'text'", 500)
         question = await http.json()
         tokens = question["prompt"]
         if tokens == self.refused:

@@ -19,7 +19,7 @@ from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.discover import Backend, connect_external
-from understudy.teacher.clients.http import RequestRefused
+from understudy.teacher.clients.http import RequestRefused, ScoringFailed
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.integrity import check_signals, identify
 from understudy.teacher.pool.launch import ReplicaSpec
@@ -213,6 +213,23 @@ def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[Fake
     for flavour, (route, max_k, signals) in expected.items():
         found = using(completions(fakes[flavour][1]), lambda c: c.capabilities())  # type: ignore[attr-defined]
         assert (found.route, found.max_k, found.signals) == (route, max_k, signals), flavour  # type: ignore[attr-defined]
+
+
+def test_a_route_that_fails_is_not_the_last(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+    """SGLang without a tokenizer answers the completion API with a 500, and its own route as ever. If every route fails, the
+    server may only be out of order: nothing is concluded."""
+    for flavour in ("sglang", "no echo"):
+        fake, url = fakes[flavour]
+        fake.spoil = "no tokenizer"
+        try:
+            if flavour == "sglang":
+                found = using(completions(url), lambda c: c.capabilities())
+                assert found.route is Route.RETURN_LOGPROB  # type: ignore[attr-defined]
+            else:
+                with pytest.raises(ScoringFailed, match=r"/v1/completions failed \(500\)"):
+                    using(completions(url), lambda c: c.capabilities())
+        finally:
+            fake.spoil = None
 
 
 def test_the_probe_asks_for_the_recipes_own_k(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sglang_server import serving_sglang
+from real_servers import serving_sglang
 from teacher_rig import VOCAB, random_items, write_model
 from test_teacher_backends import assert_plain, using
 

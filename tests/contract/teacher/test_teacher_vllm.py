@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from real_servers import serving
 from teacher_rig import VOCAB, random_items, write_model
 from test_teacher_backends import assert_plain, completions, using
-from vllm_server import serving
 
 import understudy
 from understudy.errors import UnderstudyError

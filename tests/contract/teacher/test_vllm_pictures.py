@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_servers import serving, vllm_python
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_models import make_model, picture, plain_inputs, reader_of
-from vllm_server import serving, vllm_python
 
 from understudy.engines.servers.vllm_servers import picture_options
 from understudy.errors import TeacherError

@@ -28,7 +28,7 @@ import numpy as np
 from understudy.errors import TeacherError, TeacherReplyError
 from understudy.media.for_vllm import vllm_parts
 from understudy.media.processor import PictureReader
-from understudy.teacher.clients.http import RequestRefused, TeacherChannel
+from understudy.teacher.clients.http import RequestRefused, ScoringFailed, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
     OtherTokens,
@@ -190,14 +190,18 @@ class CompletionsClient:
     async def _find_out(self) -> Capabilities:
         missing: dict[str, str] = {}
         item = _probe(Signal.SAMPLED, 0)
+        failed: ScoringFailed | None = None
         for route in self._routes:
             try:
                 await self._ask(route, item, None)
-            except (RequestRefused, TeacherReplyError) as error:
+            except (RequestRefused, TeacherReplyError, ScoringFailed) as error:
                 missing[route.value] = str(error)
+                failed = error if isinstance(error, ScoringFailed) else failed
                 continue
             most, sees = await self._largest_k(route, missing), await self._reads_pictures(route, missing)
             return Capabilities(route, most, missing, sees)
+        if failed is not None:  # the server may only be out of order
+            raise failed
         return Capabilities(None, 0, missing)
 
     async def _reads_pictures(self, route: Route, missing: dict[str, str]) -> bool:

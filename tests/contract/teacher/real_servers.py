@@ -1,4 +1,4 @@
-"""A real vLLM server, in the environment that UNDERSTUDY_VLLM_PYTHON names."""
+"""Real vLLM and SGLang servers, in the environments that UNDERSTUDY_VLLM_PYTHON and UNDERSTUDY_SGLANG_PYTHON name."""
 
 import os
 import socket
@@ -12,6 +12,11 @@ import httpx
 import pytest
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SGLANG_OPTIONS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 --context-length 256 "
+    "--max-total-tokens 16384 --max-running-requests 32 --mem-fraction-static 0.5 --skip-server-warmup --sleep-on-idle"
+)
 START_SECONDS = 600
 
 
@@ -34,6 +39,24 @@ def serving(
     with answering(
         [*command, "--enforce-eager", *options], port, log, {**ENVIRONMENT, **(more or {})}
     ) as url:
+        yield url
+
+
+def sglang_python() -> str:
+    """The Python that can import sglang. Skips the test if there is none."""
+    python = os.environ.get("UNDERSTUDY_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("UNDERSTUDY_SGLANG_PYTHON names no Python with sglang")
+    return python
+
+
+@contextmanager
+def serving_sglang(model: Path, log: Path, options: Sequence[str] = ()) -> Iterator[str]:
+    """The address of a server that is ready."""
+    port = free_port()
+    command = [sglang_python(), "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *SGLANG_OPTIONS.split()]
+    with answering([*command, *options], port, log, SGLANG_ENVIRONMENT) as url:
         yield url
 
 
