@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from understudy.planning.models.folder import ModelFolder
 from understudy.teacher.vocabulary import Vocabulary, differences, told
@@ -20,7 +21,7 @@ from understudy.types.usable_ids import UsableIds
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
     """The vocabulary of one model of a run."""
 
@@ -37,8 +38,8 @@ class Side:
     def of(cls, folder: ModelFolder, place: str) -> Side:
         return cls(place, folder.vocabulary, folder.vocab_size, folder.ends, folder.chat_template)
 
-    @property
-    def tokens(self) -> dict[int, str]:
+    @cached_property
+    def tokens(self) -> Mapping[int, str]:
         return self.vocabulary.tokens(self.rows)
 
     @property
