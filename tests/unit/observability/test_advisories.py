@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from understudy.observability.advisories import rules
+from understudy.observability.advisories.facts import RunFacts
 from understudy.observability.advisories.gather import advisories_of, reasons
 from understudy.observability.advisories.history import History
-from understudy.observability.advisories.rules import RunFacts, advise
+from understudy.observability.advisories.rules import advise
 from understudy.observability.rundir import RunDir
 
 Line = dict[str, Any]

@@ -10,8 +10,9 @@ import pytest
 from record_runs import RUNS
 from test_advisories import TROUBLE
 
+from understudy.observability.advisories.facts import RunFacts
 from understudy.observability.advisories.history import History, Series
-from understudy.observability.advisories.rules import RunFacts, advise
+from understudy.observability.advisories.rules import advise
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded_runs.json").read_text())
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from understudy.observability.advisories.facts import Advisory, RunFacts
 from understudy.observability.advisories.history import History
-from understudy.observability.advisories.rules import Advisory, RunFacts, advise
+from understudy.observability.advisories.rules import advise
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
 
