@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,9 +28,12 @@ from understudy.rollout.loading import moved, without_suffix
 from understudy.rollout.rewards import trial as reward_trial
 from understudy.rollout.rewards.builtin import answer_of
 from understudy.rollout.rewards.rewards import row_of
+from understudy.serving.process_group import end_group, has_ended
 
 _SHIPPED = "understudy.rollout."
 _CALL_SECONDS = 60.0
+_END_SECONDS = 5.0
+"""How long a child that has closed its output may take to end."""
 _MOST = 4
 """How many first rows of a dataset, and how many data sources, a user's reward is called on."""
 
@@ -140,9 +142,7 @@ def _tried(
         try:
             return _conversation(child, json.dumps(request), places, start_seconds, seconds, words)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            end_group(child)
 
 
 def _conversation(
@@ -163,9 +163,13 @@ def _conversation(
         return dict(json.loads(line)) if line else None
 
     def ended() -> str:
+        until = time.monotonic() + _END_SECONDS
+        while not has_ended(child) and time.monotonic() < until:  # its output has
+            time.sleep(0.002)
+        code = end_group(child)
         words.seek(0)
         said = [line for line in words.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"ended its process with code {child.wait()}" + (f" ({said[-1].strip()})" if said else "")
+        return f"ended its process with code {code}" + (f" ({said[-1].strip()})" if said else "")
 
     with suppress(BrokenPipeError):
         child.stdin.write(request.encode() + b"\n")

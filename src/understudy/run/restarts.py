@@ -33,24 +33,23 @@ async def with_restarts(
     """The result of `attempt`. It is repeated after a lost rank or critic, at most `allowed` times between
     two checkpoints.
 
-    `GivenUp`: a rank or the critic stood still after a stop request. Then the result is the step of the last
-    checkpoint.
+    A rank or critic that is lost, or stood still, after a stop request ends the run as stopped: the result is the step of the
+    last checkpoint.
     """
     used, saved = 0, saved_step()
     while True:
         try:
             return await attempt()
-        except GivenUp as given_up:
-            now = saved_step()
-            stays = f"{given_up}; without it nothing more can be saved: the run stays at {f'step {now}' if now else 'its start'}"
-            logger.warning(stays)
-            tell(stays)
-            return now
         except RankLost as lost:
             now = saved_step()
             used, saved = (0 if now > saved else used), now
-            # A stop request may also come during `forget_group`.
-            if used >= allowed or not await forget_group() or stop.requested:
+            again = not isinstance(lost, GivenUp) and used < allowed and await forget_group()
+            if isinstance(lost, GivenUp) or stop.requested:  # a request may also come during `forget_group`
+                stays = f"{lost}; without it nothing more can be saved: the run stays at {f'step {now}' if now else 'its start'}"
+                logger.warning(stays)
+                tell(stays)
+                return now
+            if not again:
                 told = f"{lost}; `understudy resume` goes on from the last checkpoint"
                 raise type(lost)(told) from None
             used += 1

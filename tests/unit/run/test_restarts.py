@@ -58,13 +58,23 @@ def test_without_a_checkpoint_in_between_it_ends_with_the_ranks_words() -> None:
         Runs((5, lost()), (5, 9)).go(allowed=0)
 
 
-def test_other_errors_and_a_user_who_wants_to_leave_are_not_argued_with() -> None:
+def test_other_errors_end_the_run() -> None:
     with pytest.raises(PolicyError):
         Runs((1, PolicyError("the loss is not finite")), (1, 9)).go(allowed=5)
+
+
+@pytest.mark.parametrize("allowed", [0, 5])
+def test_a_rank_lost_after_a_stop_request_ends_the_run_as_stopped(allowed: int) -> None:
+    """As when a service manager sends SIGTERM to all processes of the run."""
     stop = Interrupts(lambda text: None)
     stop.requested = True
-    with pytest.raises(RankLost):
-        Runs((1, lost()), (1, 9)).go(allowed=5, stop=stop)
+    runs = Runs((4, lost()), (4, 9))
+    assert runs.go(allowed, stop) == 4
+    assert runs.told == [
+        "rank 1 of 2 was killed; without it nothing more can be saved: the run stays at step 4"
+    ]
+    with pytest.raises(PolicyError):
+        Runs((0, PolicyError("the loss is not finite")), (1, 9)).go(allowed, stop)
 
 
 def test_of_many_errors_the_lost_rank_is_the_cause() -> None:

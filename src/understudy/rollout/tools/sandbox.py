@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import Any
 
 from understudy.errors import ConfigError
 from understudy.rollout.tools.base import ToolOutcome, ToolResult
+from understudy.rollout.tools.child import ToolChild
 
 _COMMAND = (sys.executable, "-I", "-S", "-B", str(Path(__file__).with_name("jail.py")))
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
@@ -87,63 +86,54 @@ class Sandbox:
         start = time.perf_counter()
         job = {"kind": "python", "code": code, "paths": list(paths)}
         child = await start_child(self, job, paths, cpu_s=int(deadline_s) + 2)
+        late, output = False, b""
         try:
             async with asyncio.timeout(deadline_s):
                 output = await _read(child, self.output_bytes)
-                cut_off = len(output) > self.output_bytes
-                exit_code = 0 if cut_off else await child.wait()
+                if len(output) <= self.output_bytes:
+                    await child.wait()
+        except TimeoutError:
+            late = True
+        finally:
+            exit_code = await end_child(self, child)
+        if late:
+            outcome, text = ToolOutcome.TIMEOUT, f"the code was stopped after {deadline_s:g} s"
+        else:
+            cut_off = len(output) > self.output_bytes
             text = output[: self.output_bytes].decode(errors="replace").rstrip()
             if cut_off:
                 text += "\n… (cut off)"
             elif exit_code and not text:
                 text = f"the code ended with exit code {exit_code} and said nothing"
-            outcome = ToolOutcome.ERROR if exit_code else ToolOutcome.OK
-        except TimeoutError:
-            outcome, text = ToolOutcome.TIMEOUT, f"the code was stopped after {deadline_s:g} s"
-        finally:
-            await end_child(self, child)
+            outcome = ToolOutcome.ERROR if exit_code and not cut_off else ToolOutcome.OK
         return ToolResult(outcome, text, time.perf_counter() - start)
 
 
 async def start_child(
     sandbox: Sandbox, job: Mapping[str, Any], visible: Sequence[str], cpu_s: int | None
-) -> asyncio.subprocess.Process:
+) -> ToolChild:
     """Starts a jailed process and sends it its job."""
-    child = await asyncio.create_subprocess_exec(
-        *_COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=_ENVIRONMENT,
-        cwd="/",
-        start_new_session=True,
-        limit=1 << 22,
-    )
-    assert child.stdin is not None
+    child = await ToolChild.start(_COMMAND, _ENVIRONMENT)
     child.stdin.write(sandbox.request(job, visible, cpu_s))
     return child
 
 
-async def end_child(sandbox: Sandbox, child: asyncio.subprocess.Process) -> None:
-    """Ends the child and all processes it started. With namespaces, killing its process group
+async def end_child(sandbox: Sandbox, child: ToolChild) -> int:
+    """Ends the child and all processes it started; returns its exit code. With namespaces, killing its process group
     (`start_new_session`) is enough; without, the child itself kills processes that left the group
     (`jail.supervise`)."""
     try:
-        if sandbox.isolation is Isolation.NONE and child.returncode is None:
+        if sandbox.isolation is Isolation.NONE and not child.ended:
             child.terminate()
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), _END_S)
-    except ProcessLookupError:
-        pass
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    await child.wait()
+        code = await child.end()
+    return code
 
 
-async def _read(child: asyncio.subprocess.Process, most: int) -> bytes:
+async def _read(child: ToolChild, most: int) -> bytes:
     """Reads until EOF, or until a little over `most` bytes."""
-    assert child.stdout is not None
     output = b""
     while len(output) <= most and (block := await child.stdout.read(4096)):
         output += block

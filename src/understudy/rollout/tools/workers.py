@@ -15,6 +15,7 @@ from typing import Any
 
 from understudy.errors import ConfigError
 from understudy.rollout.tools.base import ToolOutcome, ToolResult
+from understudy.rollout.tools.child import ToolChild
 from understudy.rollout.tools.sandbox import Sandbox, end_child, start_child
 
 _START_S = 60.0
@@ -27,7 +28,7 @@ class FunctionWorkers:
     def __init__(self, sandbox: Sandbox, function: str, paths: Sequence[str], count: int) -> None:
         self._sandbox, self._function, self._paths = sandbox, function, tuple(paths)
         self._places = asyncio.Semaphore(count)
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._idle: list[ToolChild] = []
 
     async def call(self, arguments: Mapping[str, Any], *, deadline_s: float) -> ToolResult:
         async with self._places:
@@ -57,10 +58,9 @@ class FunctionWorkers:
             return ToolResult(ToolOutcome.TIMEOUT, text, seconds)
         return ToolResult(ToolOutcome.OK if answer["ok"] else ToolOutcome.ERROR, text, seconds)
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> ToolChild:
         job = {"kind": "serve", "name": self._function, "paths": list(self._paths)}
         child = await start_child(self._sandbox, job, self._paths, cpu_s=None)
-        assert child.stdout is not None
         said = b""
         try:
             async with asyncio.timeout(_START_S):
@@ -77,11 +77,8 @@ class FunctionWorkers:
         problem = said.decode(errors="replace").strip() or "it said nothing"
         raise ConfigError(f'the tool "{self._function}" cannot be started: {problem}')
 
-    async def _ask(
-        self, child: asyncio.subprocess.Process, arguments: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    async def _ask(self, child: ToolChild, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """The child's answer; None if it died."""
-        assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write(json.dumps(dict(arguments)).encode() + b"\n")
             await child.stdin.drain()
