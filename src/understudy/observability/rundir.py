@@ -275,7 +275,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a file: afterwards it has the old content or the new, complete, even after kill -9."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("w") as handle:
+        with temporary.open("w", encoding="utf-8") as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,7 @@ from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.stopping import STOP_WAIT_S, Interrupts
 from understudy.trainers.sync import train_sync
-from understudy.viewer.frozen import write_report
+from understudy.viewer.frozen import REPORT, write_report
 
 DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 NOT_REPEATABLE = "does not have a deterministic implementation"
@@ -179,6 +180,7 @@ async def resume(
     saved = last_checkpoint_step(run)
     finished = saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished"
     if finished and await asyncio.to_thread(is_whole, run.checkpoints, saved):
+        await asyncio.to_thread(_complete_files, run, saved)
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
             view.note(
                 f"nothing to do: {run.path} took all its {saved} steps already; trainer.steps=N goes on to step N"
@@ -187,6 +189,18 @@ async def resume(
     for change in changes:
         tell(f"changed {change}")
     return await _train(recipe, data, run, progress, None, changes, callbacks)
+
+
+def _complete_files(run: RunDir, step: int) -> None:
+    """Repairs the files of a finished run whose launch was killed after its last step: half a line of metrics, no report."""
+    with closing(run.lock()):
+        forget_after(run, step)
+        if not (run.path / REPORT).exists():
+            write_report(run, _export_command(run))
+
+
+def _export_command(run: RunDir) -> str:
+    return f"understudy export {run.path} my-student"
 
 
 def _with_notes(recipe: Recipe, data: PromptData, told: Sequence[str]) -> PromptData:
@@ -265,9 +279,7 @@ async def _train(
         lock.close()
     if read_metrics(run.metrics):
         try:
-            await asyncio.to_thread(
-                write_report, run, next_command or f"understudy export {run.path} my-student"
-            )
+            await asyncio.to_thread(write_report, run, next_command or _export_command(run))
         except OSError as error:
             raise _of_disk(error, run) from error
     return RunOutcome(run.path, steps, read_metrics(run.metrics))

@@ -22,10 +22,11 @@ import msgspec
 
 from understudy.errors import UnderstudyError
 from understudy.media.pictures import reduced
-from understudy.observability.rundir import RunDir
+from understudy.observability.rundir import RunDir, write_atomically
 from understudy.viewer.run_view import RunView
 from understudy.viewer.token_view import MOST_TOKENS
 
+REPORT = "report.html"
 MOST_ROWS = 100
 MOST_TEXTS = 100
 """Rows without token columns: held-out answers, dumps."""
@@ -47,8 +48,8 @@ def write_report(run: RunDir, next_command: str | None = None) -> Path:
     """Writes report.html of a run that has ended; returns its path."""
     view = RunView(run, journal=False)
     view.look(_EVERYTHING, _EVERYTHING)  # at once: each look goes through all files of rows
-    page = run.path / "report.html"
-    page.write_text(_page(run.path.resolve().name, frozen(view, next_command)), encoding="utf-8")
+    page = run.path / REPORT
+    write_atomically(page, _page(run.path.resolve().name, frozen(view, next_command)))
     return page
 
 

@@ -99,6 +99,15 @@ def test_a_run_leaves_what_it_promises(
     assert (finished.dir / "state.json").stat().st_mtime_ns == written, (
         "no model or teacher is started for it"
     )
+    metrics, report = finished.dir / "metrics.jsonl", finished.dir / "report.html"
+    whole, page = metrics.read_bytes(), report.read_bytes()
+    metrics.write_bytes(whole + b'{"step": 2, "actor/lo')
+    report.unlink()
+    assert main(["resume", str(finished.dir)]) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert metrics.read_bytes() == whole and report.read_bytes() == page, (
+        "the launch may have been killed after its last step, before the report was whole"
+    )
     for length, told in (
         (
             "trainer.steps=1",
