@@ -14,6 +14,7 @@ folder (`mark_file`). A rank that refuses a command says so in a file there (`re
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -33,10 +34,12 @@ from understudy.observability.rundir import RunDir
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.ranks.rank_thread import RankThread
-from understudy.policy.ranks.shard import RankGroup, join, leave
+from understudy.policy.ranks.shard import RankGroup, abandon, join, leave
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.serving.supervisor import Monitor, newest_mark
 from understudy.trainers.models import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
@@ -214,9 +217,18 @@ async def _end_ranks(
 async def forget_group() -> bool:
     """Leaves the group. Returns whether this process may join ranks again: not while a call still waits for
     the lost ones."""
-    with suppress(Exception):
-        async with asyncio.timeout(_LEAVE_SECONDS):
-            await asyncio.to_thread(leave)
+    for way in (leave, abandon):
+        try:
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await asyncio.to_thread(way)
+        except Exception as error:
+            logger.warning(
+                "the group of ranks could not be left (%s): %s", way.__name__, error or type(error).__name__
+            )
+            if isinstance(error, TimeoutError):
+                break  # its thread is still inside torch
+        if not torch.distributed.is_initialized():
+            return True
     return not torch.distributed.is_initialized()
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from understudy.assembly.ranks import RankProcesses, refusal_file, start_ranks
+from understudy.assembly import ranks as assembled
+from understudy.assembly.ranks import RankProcesses, forget_group, refusal_file, start_ranks
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
+from understudy.policy.ranks.shard import join, leave
 
 
 async def fail_to_start(folder: Path) -> tuple[str, RankProcesses]:
@@ -118,3 +120,22 @@ def test_nobody_waits_for_ranks_that_were_ended(tmp_path: Path) -> None:
     assert ranks.lost() is None
     ranks.end_at_once()
     assert "ended with the run" in str(ranks.lost())
+
+
+def test_a_group_that_raises_when_it_is_left_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL raises the loss of a rank once more when its group is left. The trainer then ended instead of starting the ranks again."""
+
+    def lost_again() -> None:
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(assembled, "leave", lost_again)
+    join(0, 1, f"file://{tmp_path / 'first'}")
+    assert asyncio.run(forget_group())
+    assert "remote process exited" in caplog.text
+    group = join(0, 1, f"file://{tmp_path / 'second'}")
+    try:
+        assert group.size == 1 and group.gathered(b"ranks") == [b"ranks"]
+    finally:
+        leave()

@@ -176,6 +176,12 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def abandon() -> None:
+    """Leaves a process group of lost ranks without asking them. NCCL raises their loss again in `leave`."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def is_about_a_connection(error: BaseException) -> bool:
     """Whether this error is what a rank sees when a peer ends."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
