@@ -122,10 +122,16 @@ NEEDING = {
     "a dead fork server is waited for": one(
         "epochs", LOCAL, "if found.over or time.monotonic() > deadline:", "if time.monotonic() > deadline:", "kill fork server",
     ),
-    "a request that ran out of time while the trainer was frozen fails": one(
-        "sync full", POOL, "                scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
-        "                async with asyncio.timeout(1.5 * self._deadline(replica, attempts)):\n"
-        "                    scores = await self._checked(replica, items, self._deadline(replica, attempts))\n", "freeze waiting",
+    "a request that is older than a minute is given up on, and the trainer was frozen for longer": Bug(
+        "sync full",
+        (
+            (POOL, "        attempts = _Attempts()\n", "        attempts, begun = _Attempts(), self._clock.now()\n"),
+            (POOL, "self._failed(outcome.replica, tokens, attempts, outcome.error)\n",
+             "self._failed(outcome.replica, tokens, attempts, outcome.error)\n"
+             "                        if self._clock.now() - begun > 60:\n"
+             "                            raise outcome.error\n"),
+        ),
+        "freeze waiting",
     ),
     "a process whose machine is lost counts as alive": one(
         "ray workers", "cluster/ray.py", "process.returncode = _LOST", "return", "lost machine",
