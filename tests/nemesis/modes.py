@@ -36,6 +36,11 @@ _PPO = {
     "trainer__batch_size": 4, "trainer__mini_batch_size": 2,
 }  # fmt: skip
 _RAY = {"cluster__backend": "ray", "dataplane__backend": "transfer_queue", "dataplane__storage_units": 1}
+_RAY_WORKERS = {
+    **_RAY, "rollout__workers": 2, "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 2}},
+    "cluster__roles": {"workers": "loops"},
+}  # fmt: skip
+_ON_RAY = ("trainer", "replica", "node", "queue", "remote worker")
 _OUTPUTS = {
     "rollout__agent": "many_outputs:Outputs",
     "rollout__agent_options": {
@@ -118,16 +123,8 @@ MODES = {
     "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
     "external teacher": Mode(external=True),
     "ray queue": Mode(_RAY, ("trainer", "replica", "node", "queue"), by_seed=False),
-    "ray workers": Mode(
-        {
-            **_RAY,
-            "rollout__workers": 2,
-            "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 2}},
-            "cluster__roles": {"workers": "loops"},
-        },
-        ("trainer", "replica", "node", "queue", "remote worker"),
-        by_seed=False,
-    ),
+    "ray workers": Mode(_RAY_WORKERS, _ON_RAY, by_seed=False),
+    "ray several outputs": Mode({**_RAY_WORKERS, **_OUTPUTS}, _ON_RAY, by_seed=False),
     "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),
     "async workers": _async_1({"rollout__workers": 2}, "worker"),
     "async engine process": _async_1({"rollout__processes": 1}, "engine"),
