@@ -26,7 +26,10 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), *(str(HERE.parent / name) for name in ("e2e", "contract/teacher", "unit/images"))]
+sys.path += [
+    str(HERE),
+    *(str(HERE.parent / name) for name in ("e2e", "contract/teacher", "unit/images", "unit/rollout")),
+]
 
 from checker import History, violations  # noqa: E402
 from driver import Trial, processes_of, promise, reference  # noqa: E402

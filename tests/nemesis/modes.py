@@ -36,6 +36,11 @@ _PPO = {
     "trainer__batch_size": 4, "trainer__mini_batch_size": 2,
 }  # fmt: skip
 _RAY = {"cluster__backend": "ray", "dataplane__backend": "transfer_queue", "dataplane__storage_units": 1}
+_RAY_WORKERS = {
+    **_RAY, "rollout__workers": 2, "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 2}},
+    "cluster__roles": {"workers": "loops"},
+}  # fmt: skip
+_ON_RAY = ("trainer", "replica", "node", "queue", "remote worker")
 _OUTPUTS = {
     "rollout__agent": "many_outputs:Outputs",
     "rollout__agent_options": {
@@ -43,6 +48,16 @@ _OUTPUTS = {
     },
     "data__shuffle": False, "data__reward": "many_outputs:reward", "trainer__batch_size": 8,
     "trainer__max_dead_letters": 0.5,
+}  # fmt: skip
+_OWN = {"model": "student", "prompt": "{{ answer }}{{ prompt }}"}
+_SELF = {
+    "teachers": {"add": {**_OWN, "key": "add", "version": "ema"}, "sort": {**_OWN, "key": "sort", "version": 1}},
+    "trainer__ema_decay": 0.5,
+}  # fmt: skip
+"""The student in other versions is its teacher: a running average, and the weights of one publish before."""
+_BASE = {
+    "student__lora": {"rank": 4, "alpha": 8, "publish": "adapter"},
+    "teachers__add": {**_OWN, "placement": "engine", "key": "add"}, "rollout__processes": 1,
 }  # fmt: skip
 _HOSTILE = {
     "rollout__agent": "hostile_tools:Hostile", "data__shuffle": False, "data__max_prompt_tokens": 40, "data__overlong": "drop",
@@ -74,6 +89,8 @@ class Mode:
     """Problems that the student is evaluated on."""
     pictures: bool = False
     """Small models with a vision tower, and rows with a picture each."""
+    aligned: bool = False
+    """One teacher has another tokenizer."""
     template: str = ""
     """The beginning of the student's chat template."""
 
@@ -106,16 +123,8 @@ MODES = {
     "evaluation": Mode({"trainer__eval_every": 1}, held_out=16),
     "external teacher": Mode(external=True),
     "ray queue": Mode(_RAY, ("trainer", "replica", "node", "queue"), by_seed=False),
-    "ray workers": Mode(
-        {
-            **_RAY,
-            "rollout__workers": 2,
-            "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 2}},
-            "cluster__roles": {"workers": "loops"},
-        },
-        ("trainer", "replica", "node", "queue", "remote worker"),
-        by_seed=False,
-    ),
+    "ray workers": Mode(_RAY_WORKERS, _ON_RAY, by_seed=False),
+    "ray several outputs": Mode({**_RAY_WORKERS, **_OUTPUTS}, _ON_RAY, by_seed=False),
     "proxy between processes": Mode({"teachers__sort__replicas": 2}, proxied=True),
     "async workers": _async_1({"rollout__workers": 2}, "worker"),
     "async engine process": _async_1({"rollout__processes": 1}, "engine"),
@@ -129,6 +138,10 @@ MODES = {
     ),
     "pictures": Mode(pictures=True),
     "pictures with workers": Mode({"rollout__workers": 2}, ("trainer", "replica", "worker"), pictures=True),
+    "self teachers": Mode(_SELF),
+    "async self teachers": _async_1(_SELF),
+    "base in the engine process": Mode(_BASE, ("trainer", "replica", "engine")),
+    "other tokenizer": Mode(aligned=True),
 }
 STEPS = 6
 CHECKPOINT_EVERY = 2
@@ -159,6 +172,8 @@ def recipe(mode: Mode, folder: Path, external_url: str | None = None) -> dict[st
     }
     if mode.pictures:
         _with_pictures(table, folder)
+    if mode.aligned:
+        _with_another_tokenizer(table, folder)
     if mode.template:
         table["student"]["model"] = _with_template(mode.template, folder)
     if mode.held_out:
@@ -191,6 +206,14 @@ def _with_template(beginning: str, folder: Path) -> str:
     template = own / "chat_template.jinja"
     template.write_text(beginning + template.read_text())
     return str(own)
+
+
+def _with_another_tokenizer(table: dict[str, Any], folder: Path) -> None:
+    from other_teacher import write_other_teacher  # imports torch, which other modes need not
+
+    other = {"model": write_other_teacher(folder / "other"), "vocabulary": "align", "key": "add"}
+    table["teachers"]["add"] = other
+    table["trainer"]["learning_rate"] = 1e-5  # its weights are random
 
 
 def _with_pictures(table: dict[str, Any], folder: Path) -> None:

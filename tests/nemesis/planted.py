@@ -13,13 +13,15 @@ from pathlib import Path
 
 import understudy
 
+PACKAGE = Path(understudy.__file__).parent
+
 
 @dataclass(frozen=True)
 class Bug:
     finder: str
     """A mode of the nemesis, or a part of the simulation."""
     edits: Sequence[tuple[str, str, str]]
-    """File of the package, the text that is replaced, and what takes its place. When the code moves on, the test fails and is rewritten with it."""
+    """File of the package, the text that is replaced, and what takes its place. When the code moves on, the test fails (`test_every_bug_can_be_planted`) and is rewritten with it."""
     only: str = ""
     """Kinds of faults that are drawn (`campaign.py --only`); empty: all."""
 
@@ -28,15 +30,22 @@ def one(finder: str, file: str, old: str, new: str, only: str = "") -> Bug:
     return Bug(finder, ((file, old, new),), only)
 
 
+def planted_files(bug: Bug) -> dict[str, str]:
+    """The content of the package's files that the bug changes."""
+    files: dict[str, str] = {}
+    for file, old, new in bug.edits:
+        text = files.get(file) or (PACKAGE / file).read_text()
+        assert text.count(old) == 1, f"{file} no longer holds, once, what the bug replaces: {old}"
+        files[file] = text.replace(old, new)
+    return files
+
+
 def copy_with(bug: Bug, folder: Path) -> dict[str, str]:
     """The environment in which the package has the bug."""
     package = folder / "src" / "understudy"
-    shutil.copytree(Path(understudy.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file, old, new in bug.edits:
-        source = package / file
-        text = source.read_text()
-        assert text.count(old) == 1, f"{file} no longer holds, once, what the bug replaces: {old}"
-        source.write_text(text.replace(old, new))
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text in planted_files(bug).items():
+        (package / file).write_text(text)
     return {**os.environ, "PYTHONPATH": str(folder / "src")}
 
 

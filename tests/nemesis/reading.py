@@ -75,14 +75,19 @@ def read_kept(run: Path) -> list[dict[str, Any]]:
 
 def scored_again(run: Path, kept: list[dict[str, Any]], table: Path) -> list[dict[str, Any]]:
     """The rows, each with how far (nats) its teacher's scores are from those of a plain forward of its teacher's model, which the
-    recipe `table` names. Rows of a run with pictures are left as they are: there, scores leave placeholders out of the softmax."""
+    recipe `table` names. Rows of a run with pictures are left as they are: there, scores leave placeholders out of the softmax.
+    So are rows of a teacher with a prompt or a tokenizer of its own, which reads other tokens."""
     teachers = tomllib.loads(table.read_text()).get("teachers", {})
-    models = {name: own["model"] for name, own in teachers.items()}
+    models = {
+        name: own["model"]
+        for name, own in teachers.items()
+        if "prompt" not in own and own.get("vocabulary") != "align"
+    }
     if any(_reads_pictures(Path(model)) for model in models.values()):
         return kept
     return [
         {**row, "apart": _apart(read_columns(run / "kept_rows", row["step"], row), models[row["teacher"]])}
-        if row.get("teacher")
+        if row.get("teacher") in models
         else row
         for row in kept
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, one, seeds_until_found
+from planted import Bug, one, planted_files, seeds_until_found
 from schedules import NETWORK
 
 SEEDS = 8
@@ -73,7 +73,7 @@ NEEDING = {
     "an engine process is started again with its first weights": one(
         "engine process", "engines/hosted/engine.py", "await self._delivery.give(self._version, fresh)", "pass", "kill engine",
     ),
-    "a lost critic ends the launch": one("critic", "run/restarts.py", "if used >= allowed or", "if True or", "kill critic"),
+    "a lost critic ends the launch": one("critic", "run/restarts.py", "and used < allowed and", "and False and", "kill critic"),
     "a killed replica leaves its pictures": one(
         "pictures", "teacher/replica/media.py", "OwnedFolder(REPLICA_FOLDER, None)", 'OwnedFolder("understudy-seen-", None, tidy=False)', "kill replica",
     ),
@@ -122,10 +122,16 @@ NEEDING = {
     "a dead fork server is waited for": one(
         "epochs", LOCAL, "if found.over or time.monotonic() > deadline:", "if time.monotonic() > deadline:", "kill fork server",
     ),
-    "a request that ran out of time while the trainer was frozen fails": one(
-        "sync full", POOL, "                scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
-        "                async with asyncio.timeout(1.5 * self._deadline(replica, attempts)):\n"
-        "                    scores = await self._checked(replica, items, self._deadline(replica, attempts))\n", "freeze waiting",
+    "a request that is older than a minute is given up on, and the trainer was frozen for longer": Bug(
+        "sync full",
+        (
+            (POOL, "        attempts = _Attempts()\n", "        attempts, begun = _Attempts(), self._clock.now()\n"),
+            (POOL, "self._failed(outcome.replica, tokens, attempts, outcome.error)\n",
+             "self._failed(outcome.replica, tokens, attempts, outcome.error)\n"
+             "                        if self._clock.now() - begun > 60:\n"
+             "                            raise outcome.error\n"),
+        ),
+        "freeze waiting",
     ),
     "a process whose machine is lost counts as alive": one(
         "ray workers", "cluster/ray.py", "process.returncode = _LOST", "return", "lost machine",
@@ -143,6 +149,12 @@ NEEDING = {
         "sync full", "errors.py", "return isinstance(error, MemoryError) or any(", "return False and any(", "no memory trainer",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BUGS, *NEEDING])
+def test_every_bug_can_be_planted(name: str) -> None:
+    for file, text in planted_files({**BUGS, **NEEDING}[name]).items():
+        compile(text, file, "exec")
 
 
 @pytest.mark.faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, one, seeds_until_found
+from planted import Bug, one, planted_files, seeds_until_found
 
 SIMULATE = Path(__file__).with_name("simulate.py")
 STEPS = {"run": 20_000, "pool": 20_000, "health": 10_000, "slots": 10_000}
@@ -57,7 +57,11 @@ BUGS = {
         "pool",
         (
             (POOL, "            if one.version != version:\n", "            if False:\n"),
-            ("teacher/pool/supervisor.py", "if found.manifest.version != self.version:", "if False:"),
+            (
+                "teacher/pool/supervisor.py",
+                "if found.manifest.version != self.version:\n            raise",
+                "if False:\n            raise",
+            ),
             ("teacher/pool/integrity.py", "        if ours != theirs:\n", "        if False:\n"),
             (
                 "teacher/pool/integrity.py",
@@ -112,6 +116,12 @@ BUGS = {
         "min(published * self.size + slots, self.prompts)", "min((published + 1) * self.size + slots, self.prompts)",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_simulated_bug_can_be_planted(name: str) -> None:
+    for file, text in planted_files(BUGS[name]).items():
+        compile(text, file, "exec")
 
 
 @pytest.mark.faults

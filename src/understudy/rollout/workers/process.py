@@ -199,8 +199,12 @@ async def _pipes() -> Channel:
     )
 
     def send(frame: bytes) -> None:
-        out.write(frame)
-        out.flush()
+        try:
+            out.write(frame)
+            out.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            # The run is gone, and EOF on stdin ends this worker. Its sessions must not fill the run's terminal with stacks.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
     return reader, send
 
