@@ -163,8 +163,18 @@ async def _let_go(state: RunState, *, keep_best: bool) -> None:
 
 
 def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
+    """The newest checkpoint that verifies; damaged ones after it are removed. Only the run's one writer may
+    call it."""
     store = CheckpointStore(run.checkpoints, keep)
-    return store.load() if store.steps() else None
+    if not store.steps():
+        return None
+    checkpoint = store.load()
+    if checkpoint.skipped:
+        try:
+            store.remove_after(checkpoint.step)
+        except OSError as error:
+            logger.warning("a damaged checkpoint in %s could not be removed: %s", store.root, error)
+    return checkpoint
 
 
 def forget_after(run: RunDir, step: int | None) -> None:

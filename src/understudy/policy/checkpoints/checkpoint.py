@@ -133,6 +133,13 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint in {self.root} is whole: " + "; ".join(skipped))
         raise CheckpointError(f"no checkpoint in {self.root}; was one saved before the run stopped?")
 
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints newer than `step`. A run that goes back past a damaged one calls it: the damaged
+        one would count among the `keep` newest, and push out the only whole one."""
+        for newer in (one for one in self.steps() if one > step):
+            self._remove(newer)
+            logger.warning("the checkpoint of step %d in %s is removed", newer, self.root)
+
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint folder, ascending."""
         return saved_steps(self.root)
@@ -235,9 +242,13 @@ class CheckpointStore:
         )
         for step in ordered[self.keep :]:
             if step not in marked:
-                doomed = self.root / f"{_TEMPORARY}{_name(step)}-pruned"
-                os.rename(self.root / _name(step), doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        doomed = self.root / f"{_TEMPORARY}{_name(step)}-removed"
+        shutil.rmtree(doomed, ignore_errors=True)  # of a removal that was cut short
+        os.rename(self.root / _name(step), doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def _newest_first(self) -> list[Path]:
         latest = self.latest()

@@ -15,10 +15,12 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import CheckpointError
+from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoints.checkpoint import CheckpointStore, verify
 from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
+from understudy.trainers.checkpoints import last_checkpoint
 
 COSINE = Schedule(ScheduleKind.COSINE, peak=1e-2, total_steps=6, warmup_steps=2)
 
@@ -128,6 +130,32 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
         verify(tmp_path / "step-000002")
 
 
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0xFF
+    file.chmod(0o600)
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_does_not_push_out_the_whole_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run stops at step 3 between two checkpoints that are due, and that one is damaged. The next launch goes on from step 2 and
+    saves step 4. The damaged one used to be kept instead of step 2."""
+    run = RunDir(tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=2)
+    store.save(2, small_state(2), {})
+    damage(store.save(3, small_state(3), {}))
+    resumed = last_checkpoint(run, keep=2)
+    assert resumed is not None and resumed.step == 2
+    assert "the checkpoint of step 3" in caplog.text and "is removed" in caplog.text
+    damage(CheckpointStore(run.checkpoints, keep=2).save(4, small_state(4), {}))
+    resumed = last_checkpoint(run, keep=2)
+    assert resumed is not None and resumed.step == 2
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-000002"]
+
+
 def test_nothing_whole_left_is_an_error_that_says_so(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
@@ -211,6 +239,7 @@ DISK_FULL = """
 import resource, signal, sys
 import torch
 from understudy.errors import CheckpointError
+from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.checkpoints.state import PolicyState
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
