@@ -239,6 +239,6 @@ def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:
         for child in sorted(trainer.children(recursive=True), key=lambda one: one.pid):
             with suppress(psutil.NoSuchProcess):
                 words = child.cmdline() or [""]
-                title = ROLES[role]
-                if any(word.startswith(title) for word in words) or words[0].endswith(title):
+                titles = ROLES[role]
+                if any(word.startswith(titles) for word in words) or words[0].endswith(titles):
                     yield child

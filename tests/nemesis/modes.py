@@ -11,17 +11,17 @@ from typing import Any
 from small_runs import ASSETS, TOKEN_VARIABLE
 
 ROLES = {
-    "replica": "understudy.teacher.replica.server",
-    "engine": "understudy.engines.hosted.process",
-    "worker": "understudy.rollout.workers.process",
-    "rank": "understudy.assembly.processes.rank",
-    "critic": "understudy.assembly.processes.critic",
-    "fork server": "from understudy.cluster.fork_server_process import main",
-    "node": "/raylet",
-    "queue": "ray::SimpleStorageUnit",
-    "remote worker": "understudy.trainers.remote_rows.worker",
+    "replica": ("understudy.teacher.replica.server",),
+    "engine": ("understudy.engines.hosted.process", "understudy.assembly.processes.scoring_engine"),
+    "worker": ("understudy.rollout.workers.process",),
+    "rank": ("understudy.assembly.processes.rank",),
+    "critic": ("understudy.assembly.processes.critic",),
+    "fork server": ("from understudy.cluster.fork_server_process import main",),
+    "node": ("/raylet",),
+    "queue": ("ray::SimpleStorageUnit",),
+    "remote worker": ("understudy.trainers.remote_rows.worker",),
 }
-"""Role → the module that its processes run, or the beginning of their program, or on Ray the end or beginning of their
+"""Role → the modules that its processes run, or the beginning of their program, or on Ray the end or beginning of their
 title. The trainer is the process that was started."""
 
 _ASYNC = {"trainer__mode": "fully_async"}

@@ -221,7 +221,7 @@ def family(*names: str) -> list[psutil.Process]:
 
 
 def test_a_trainer_is_frozen_while_it_waits_for_its_processes(tmp_path: Path) -> None:
-    trainer, replica = both = family(ROLES["replica"])
+    trainer, replica = both = family(*ROLES["replica"])
     injector, seen = Injector(tmp_path, None), [[False, False]]
     assert injector.inject(Fault("freeze waiting", "replica", seconds=2.0), trainer) == "freeze"
     while len(seen) < 5:
@@ -234,8 +234,16 @@ def test_a_trainer_is_frozen_while_it_waits_for_its_processes(tmp_path: Path) ->
     assert seen[1:] == [[False, True], [True, True], [True, False], [False, False]]
 
 
+def test_an_engine_process_that_also_scores_is_an_engine(tmp_path: Path) -> None:
+    trainer, engine = family("understudy.assembly.processes.scoring_engine")
+    assert Injector(tmp_path, None).inject(Fault("kill", "engine"), trainer) == "kill engine"
+    while engine.status() != psutil.STATUS_ZOMBIE:  # its parent does not wait for it
+        time.sleep(0.02)
+    trainer.kill()
+
+
 def test_a_process_of_a_lost_machine_stands_still_until_the_launch_is_over(tmp_path: Path) -> None:
-    trainer, supervisor, worker = family("ray::Supervisor", ROLES["remote worker"])
+    trainer, supervisor, worker = family("ray::Supervisor", *ROLES["remote worker"])
     (injector := Injector(tmp_path, None)).inject(Fault("lost machine", "remote worker", which=1), trainer)
     while supervisor.status() != psutil.STATUS_ZOMBIE or worker.status() != psutil.STATUS_STOPPED:
         assert not injector.undo()
