@@ -1,4 +1,4 @@
-"""Starts a run's agent loops: in this process, in local workers, or in remote workers."""
+"""Starts a run's agent loops: in this process, in local workers, or in remote workers; and what runs sessions with them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from pathlib import Path
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import DataConfig, RolloutConfig
+from understudy.engines.base import Sampling
 from understudy.rollout.agents.registry import LoopChoice, Loops
 from understudy.rollout.render import Renderer
+from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeWorker, WorkerListener
 from understudy.rollout.workers.pool import LoopWorkers, Segments
+from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
+from understudy.trainers.remote_rows.references import RemotePlane
+from understudy.trainers.remote_rows.rollouts import RemoteRollouts
+from understudy.trainers.remote_rows.scoring import RemoteScoring
+from understudy.trainers.row_columns import PARTITION
+from understudy.trainers.system import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +112,25 @@ async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str =
 
 def _name(number: int) -> str:
     return f"rollout-worker-{number}"
+
+
+def rollouts_of(
+    loops: Loops,
+    rewards: Rewards,
+    sampling: Sampling,
+    state: RunState,
+    remote_scoring: RemoteScoring | None,
+    *,
+    pictures: bool,
+    session_facts: bool,
+) -> Rollouts:
+    """What runs the sessions of training steps: this process, or workers that score and write their rows themselves
+    (`remote_scoring`). `session_facts`: whether a teacher's prompt needs what a session has found out."""
+    if remote_scoring is None:
+        return LocalRollouts(
+            loops, rewards, state.plane, sampling, state.spans, state.timings, pictures, session_facts
+        )
+    assert isinstance(loops, LoopWorkers)
+    remote = RemotePlane(state.plane, PARTITION)
+    remote_scoring.open(loops, remote)
+    return RemoteRollouts(loops, remote, state.spans, state.timings, sampling.candidates > 0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from understudy.assembly.agent_loops import RowWorkerSettings, open_loops
+from transformers import PreTrainedTokenizerBase
+
+from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.backends import open_plane
 from understudy.assembly.cpu_threads import products_of_lanes, rare_collection, steady_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
@@ -28,6 +31,7 @@ from understudy.assembly.ranks import start_ranks
 from understudy.assembly.self_teachers import self_teachers_of
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
+    Teachers,
     manifests_of,
     router_of,
     start_teachers,
@@ -39,6 +43,7 @@ from understudy.assembly.usable_ids import Vocabularies, find_usable_ids, keep_u
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
 from understudy.config.base import flatten
+from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
@@ -48,19 +53,19 @@ from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.planning.resolved import Resolved, resolve
-from understudy.planning.seating import rollout_devices
+from understudy.planning.seating import Seating, rollout_devices
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
+from understudy.policy.reference import ReferenceModel
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
-from understudy.rollout.timing import BatchTimings
-from understudy.rollout.workers.pool import LoopWorkers
+from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.callbacks import CallbackRunner
 from understudy.trainers.critic.local import ValueModel
@@ -70,15 +75,41 @@ from understudy.trainers.evaluation.evaluate import eval_prompts
 from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
-from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
 from understudy.trainers.prompt_data import PromptData, open_data, pictures_of
-from understudy.trainers.remote_rows.references import RemotePlane
 from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
-from understudy.trainers.remote_rows.rollouts import RemoteRollouts, settings_of
+from understudy.trainers.remote_rows.rollouts import settings_of
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.system import Learner, MicroBatches, Producer, RunState, Saves, System, TeacherParts
-from understudy.types.usable_ids import UsableIds
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What every part of a launch is built from."""
+
+    recipe: Recipe
+    settings: Resolved
+    run: RunDir
+    processes: LocalProcesses
+    view: LiveView
+    stack: AsyncExitStack
+    """Stops each part again, in the reverse of the order in which they were started."""
+    gpus: Sequence[str]
+    seating: Seating
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The student as it was loaded, and everything that it and the teachers read."""
+
+    student: LoadedModel
+    pictures: MediaStore
+    vocabularies: Vocabularies
+    """What the student's vocabulary and the teachers' have in common."""
+    others: Mapping[str, PreTrainedTokenizerBase]
+    """The tokenizers of teachers that do not have the student's."""
+    rows: PromptData
+    teacher_prompts: TeacherPrompts
 
 
 @asynccontextmanager
@@ -94,102 +125,20 @@ async def build(
 
     `data`: the prompts, if they were read already."""
     async with AsyncExitStack() as stack:
-        look_in(recipe.run.python_path)
-        gpus = gpu_names()
-        settings = resolve(recipe, len(gpus))
-        deterministic = settings.compute.deterministic
-        steady_torch(settings.compute)
-        stack.enter_context(products_of_lanes(settings.compute))
-        if settings.compute.device == "cpu":
-            stack.enter_context(rare_collection())
-        if recipe.cluster.backend != "local":
-            view.phase(f"connecting to {recipe.cluster.backend}")
-        await processes.ready()
-        if recipe.cluster.backend != "local":
-            watchers = await stack.enter_async_context(asyncio.TaskGroup())
-            watcher = watchers.create_task(processes.watch(), name="watch-machines")
-            stack.callback(watcher.cancel)
-        seating = seat_here(recipe, gpus)
-        if words := seating.shared():
-            view.note(words)
-        coming = None
-        if settings.critic is not None and settings.critic.own_process:
-            coming = StartingCritic(settings.critic, run, processes, seating, gpus, stack)
-        with view.work(f"loading the student {recipe.student.model}"):
-            student = await asyncio.to_thread(load_source, settings.student)
-            store = MediaStore(run.media.absolute())
-            student = student.reading(store, settings.student.model, settings.student.revision)
-        vocabularies = await find_usable_ids(
-            settings.student,
-            student,
-            recipe.teachers,
-            settings.models_beside,
-            teacher_tokens(recipe.teachers),
-            view.note,
-        )
-        aligned = vocabularies.aligned
-        others = other_tokenizers(recipe.teachers, aligned)
-        usable = writable_ids(student, others, vocabularies.usable)
-        keep_usable_ids(run, usable)
-        if data is None:
-            data = await asyncio.to_thread(
-                open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers
-            )
-        rows = data.storing(pictures_of(recipe.data, store.folder))
-        prompts = rows.train
+        launch = await _prepare(recipe, run, processes, view, stack)
+        settings = launch.settings
+        coming = _starting_critic(launch)
+        texts = await _texts(launch, data)
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
-        own_prompts = teacher_prompts_of(
-            recipe.teachers, recipe.rollout, student.tokenizer, others, usable, stack
-        )
-        # Renders every prompt, on a thread while teachers start.
-        longest = asyncio.create_task(
-            asyncio.to_thread(longest_request, settings.engine, recipe.data, student, rows)
-        )
-        stack.callback(longest.cancel)
-        opening = partial(
-            _engine,
-            settings,
-            rollout_devices(recipe.rollout, seating, gpus),
-            processes,
-            student,
-            view,
-            longest,
-            stack,
-        )
-        # A teacher in the engine's processes starts after them; the others start first, while prompts are measured.
-        engine = await opening() if settings.engine.scored_base is not None else None
-        teachers = await start_teachers(
-            settings.teachers,
-            processes,
-            seating,
-            student_facts(
-                settings.engine,
-                recipe.data,
-                recipe.teachers,
-                student,
-                prompts,
-                own_prompts,
-                Vocabularies(usable, aligned),
-            ),
-            view,
-            secrets.token_urlsafe(24),
-            remote_scoring,
-            engine,
-        )
-        stack.push_async_callback(teachers.close)
-        await stack.enter_async_context(open_for_requests(run, teachers))
-        pools = teachers.pools
-
-        if engine is None:
-            engine = await opening()
-        policy = await _policy(settings, run, processes, student, usable, stack, view)
+        engine, teachers = await _engine_and_teachers(launch, texts, remote_scoring)
+        policy = await _policy(launch, texts)
         publisher = publisher_of(settings.engine, policy, engine)
         checkpoints = _checkpoints(recipe, run)
         self_teachers = self_teachers_of(
             recipe.teachers,
             recipe.trainer,
             teachers.following,
-            pools,
+            teachers.pools,
             policy,
             run.path,
             checkpoints.resumable,
@@ -197,10 +146,8 @@ async def build(
         await publisher.publish(0)
         if self_teachers is not None:
             await self_teachers.publish(0)
-        critic = await _critic(settings, run, coming, view)
-        reference = None
-        if (source := settings.reference) is not None:
-            reference = await asyncio.to_thread(reference_of, source, settings.compute.lanes, usable, store)
+        critic = await _critic(launch, coming)
+        reference = await _reference(launch, texts)
         plane = await open_plane(
             recipe.dataplane,
             run,
@@ -208,7 +155,6 @@ async def build(
             drop_when_acked=settings.rows.drop_when_acked,
             start_timeout=recipe.cluster.start_timeout_seconds,
         )
-        sees = student.pictures is not None
         batches = await batches_of(
             settings.learn,
             settings.rows,
@@ -216,49 +162,30 @@ async def build(
             policy,
             teachers.heads,
             stack,
-            pictures=sees,
-            aligned=tuple(aligned),
+            pictures=texts.student.pictures is not None,
+            aligned=tuple(texts.vocabularies.aligned),
         )
-        renderer = renderer_of(settings.engine, recipe.data, student)
-        loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
+        renderer = renderer_of(settings.engine, recipe.data, texts.student)
+        loops = await _loops(launch, renderer, plane)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
-        metrics = _metrics(recipe, run, stack, view)
-        spans = Spans(run.spans)
-        stack.callback(spans.close)
-        view.on_note = spans.event
-        sampling, timings = sampling_of(settings.engine, student, usable), BatchTimings()
-        rollouts: Rollouts
-        if remote_scoring is not None:
-            assert isinstance(loops, LoopWorkers)
-            remote = RemotePlane(plane, PARTITION)
-            remote_scoring.open(loops, remote)
-            rollouts = RemoteRollouts(loops, remote, spans, timings, sampling.candidates > 0)
-        else:
-            rollouts = LocalRollouts(
-                loops, rewards, plane, sampling, spans, timings, sees, bool(own_prompts.session_facts)
-            )
-        saver = BackgroundSaver(checkpoints)
-        stack.push_async_callback(asyncio.to_thread, saver.close)
-        background = await stack.enter_async_context(asyncio.TaskGroup())
-        if isinstance(policy, LeadingPolicy):
-            stack.callback(policy.expect_exit)
-        if isinstance(critic, RemoteCritic):
-            stack.callback(critic.expect_exit)
-        state = RunState(
-            run=run,
-            plane=plane,
-            metrics=metrics,
-            spans=spans,
-            view=view,
-            saves=Saves(checkpoints, saver, BestSoFar(read_metrics(run.metrics))),
-            background=background,
-            timings=timings,
-            callbacks=callbacks,
+        state = await _run_state(launch, plane, checkpoints, callbacks)
+        for part in (policy, critic):
+            if isinstance(part, LeadingPolicy | RemoteCritic):
+                stack.callback(part.expect_exit)
+        sampling = sampling_of(settings.engine, texts.student, texts.vocabularies.usable)
+        rollouts = rollouts_of(
+            loops,
+            rewards,
+            sampling,
+            state,
+            remote_scoring,
+            pictures=texts.student.pictures is not None,
+            session_facts=bool(texts.teacher_prompts.session_facts),
         )
         producer = Producer(
             settings=settings.produce,
-            cursor=PromptCursor(prompts, recipe.run.seed, recipe.data.shuffle),
+            cursor=PromptCursor(texts.rows.train, recipe.run.seed, recipe.data.shuffle),
             renderer=renderer,
             sampling=sampling,
             engine=engine,
@@ -276,16 +203,16 @@ async def build(
                 recipe.run.seed,
             ),
             teachers=TeacherParts(
-                pools,
-                router_of(settings.teachers, pools),
-                teacher_queues(pools, deterministic),
-                own_prompts,
-                aligners_of(student, others, usable),
-                partial(manifests_of, pools),
+                teachers.pools,
+                router_of(settings.teachers, teachers.pools),
+                teacher_queues(teachers.pools, settings.compute.deterministic),
+                texts.teacher_prompts,
+                aligners_of(texts.student, texts.others, texts.vocabularies.usable),
+                partial(manifests_of, teachers.pools),
                 None if self_teachers is None else self_teachers.gate,
             ),
-            eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples)
-            if rows.eval and recipe.data.reward
+            eval_prompts=eval_prompts(texts.rows.eval, recipe.trainer.eval_samples)
+            if texts.rows.eval and recipe.data.reward
             else [],
             state=state,
         )
@@ -305,79 +232,188 @@ async def build(
         yield System(producer, learner, state)
 
 
-async def _critic(
-    settings: Resolved, run: RunDir, coming: StartingCritic | None, view: LiveView
-) -> ValueModel | None:
-    """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
-    on_bad_rows = partial(keep_refused, run, "critic")
-    if coming is not None:
-        return await coming.arrived(on_bad_rows, view)
-    if settings.critic is None:
+async def _prepare(
+    recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, stack: AsyncExitStack
+) -> _Launch:
+    """Sets this process up for the recipe and connects to the cluster; says where each role is placed."""
+    look_in(recipe.run.python_path)
+    gpus = gpu_names()
+    settings = resolve(recipe, len(gpus))
+    steady_torch(settings.compute)
+    stack.enter_context(products_of_lanes(settings.compute))
+    if settings.compute.device == "cpu":
+        stack.enter_context(rare_collection())
+    clustered = recipe.cluster.backend != "local"
+    if clustered:
+        view.phase(f"connecting to {recipe.cluster.backend}")
+    await processes.ready()
+    if clustered:
+        watchers = await stack.enter_async_context(asyncio.TaskGroup())
+        watcher = watchers.create_task(processes.watch(), name="watch-machines")
+        stack.callback(watcher.cancel)
+    seating = seat_here(recipe, gpus)
+    if words := seating.shared():
+        view.note(words)
+    return _Launch(recipe, settings, run, processes, view, stack, gpus, seating)
+
+
+def _starting_critic(launch: _Launch) -> StartingCritic | None:
+    """Starts the critic's process, if it has one. It loads while everything else starts."""
+    settings = launch.settings.critic
+    if settings is None or not settings.own_process:
         return None
-    return await asyncio.to_thread(critic_of, settings.critic, on_bad_rows)
+    return StartingCritic(settings, launch.run, launch.processes, launch.seating, launch.gpus, launch.stack)
 
 
-async def _loops(
-    settings: Resolved,
-    recipe: Recipe,
-    run: RunDir,
-    renderer: Renderer,
-    processes: LocalProcesses,
-    plane: Any,
-    stack: AsyncExitStack,
-    notify: Callable[[str], None],
-) -> Loops:
+async def _texts(launch: _Launch, data: PromptData | None) -> _Texts:
+    """Loads the student, compares the tokenizers, and reads the prompts unless they are given."""
+    recipe, settings, view = launch.recipe, launch.settings, launch.view
+    with view.work(f"loading the student {recipe.student.model}"):
+        student = await asyncio.to_thread(load_source, settings.student)
+        pictures = MediaStore(launch.run.media.absolute())
+        student = student.reading(pictures, settings.student.model, settings.student.revision)
+    vocabularies = await find_usable_ids(
+        settings.student,
+        student,
+        recipe.teachers,
+        settings.models_beside,
+        teacher_tokens(recipe.teachers),
+        view.note,
+    )
+    others = other_tokenizers(recipe.teachers, vocabularies.aligned)
+    usable = writable_ids(student, others, vocabularies.usable)
+    keep_usable_ids(launch.run, usable)
+    if data is None:
+        data = await asyncio.to_thread(
+            open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers
+        )
+    rows = data.storing(pictures_of(recipe.data, pictures.folder))
+    teacher_prompts = teacher_prompts_of(
+        recipe.teachers, recipe.rollout, student.tokenizer, others, usable, launch.stack
+    )
+    return _Texts(student, pictures, replace(vocabularies, usable=usable), others, rows, teacher_prompts)
+
+
+async def _engine_and_teachers(
+    launch: _Launch, texts: _Texts, remote_scoring: RemoteScoring | None
+) -> tuple[Engine, Teachers]:
+    """Teachers start while the prompts are measured, the engine after that. A teacher that sits in the engine's
+    processes needs them first."""
+    recipe, settings, stack = launch.recipe, launch.settings, launch.stack
+    # Renders every prompt, on a thread while teachers start.
+    longest = asyncio.create_task(
+        asyncio.to_thread(longest_request, settings.engine, recipe.data, texts.student, texts.rows)
+    )
+    stack.callback(longest.cancel)
+    engine = await _engine(launch, texts, longest) if settings.engine.scored_base is not None else None
+    teachers = await start_teachers(
+        settings.teachers,
+        launch.processes,
+        launch.seating,
+        student_facts(
+            settings.engine,
+            recipe.data,
+            recipe.teachers,
+            texts.student,
+            texts.rows.train,
+            texts.teacher_prompts,
+            texts.vocabularies,
+        ),
+        launch.view,
+        secrets.token_urlsafe(24),
+        remote_scoring,
+        engine,
+    )
+    stack.push_async_callback(teachers.close)
+    await stack.enter_async_context(open_for_requests(launch.run, teachers))
+    if engine is None:
+        engine = await _engine(launch, texts, longest)
+    return engine, teachers
+
+
+async def _engine(launch: _Launch, texts: _Texts, longest: Awaitable[int | None]) -> Engine:
+    """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
+
+    The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
+    into it), or trains while rollouts continue. `longest` as in `open_engine`."""
+    devices = rollout_devices(launch.recipe.rollout, launch.seating, launch.gpus)
+    engine = await open_engine(
+        launch.settings.engine, texts.student, launch.processes, launch.view, devices, await longest
+    )
+    launch.stack.push_async_callback(engine.close)
+    return engine
+
+
+async def _policy(launch: _Launch, texts: _Texts) -> Policy | LeadingPolicy:
+    own = policy_settings(launch.settings.learn, texts.vocabularies.usable)
+    on_bad_rows = partial(keep_refused, launch.run, "student")
+    ranks = launch.settings.learn.trainer.ranks
+    student = texts.student
+    if ranks == 1:
+        return Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
+    return await start_ranks(
+        ranks, launch.run, launch.processes, student, own, on_bad_rows, launch.stack, launch.view
+    )
+
+
+async def _critic(launch: _Launch, coming: StartingCritic | None) -> ValueModel | None:
+    """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
+    on_bad_rows = partial(keep_refused, launch.run, "critic")
+    if coming is not None:
+        return await coming.arrived(on_bad_rows, launch.view)
+    if launch.settings.critic is None:
+        return None
+    return await asyncio.to_thread(critic_of, launch.settings.critic, on_bad_rows)
+
+
+async def _reference(launch: _Launch, texts: _Texts) -> ReferenceModel | None:
+    if (source := launch.settings.reference) is None:
+        return None
+    lanes = launch.settings.compute.lanes
+    return await asyncio.to_thread(reference_of, source, lanes, texts.vocabularies.usable, texts.pictures)
+
+
+async def _loops(launch: _Launch, renderer: Renderer, plane: Any) -> Loops:
     """The agent loops. Workers on other machines get what they need to write rows themselves."""
-    row_settings = None
-    if settings.rows.workers_write:
+    recipe, row_settings = launch.recipe, None
+    if launch.settings.rows.workers_write:
         deadline = recipe.rollout.deadline_seconds
-        told = settings_of(recipe.dataplane, recipe.data.reward, deadline, run, plane, PARTITION)
+        told = settings_of(recipe.dataplane, recipe.data.reward, deadline, launch.run, plane, PARTITION)
         row_settings = RowWorkerSettings(ROW_WORKER, plane.writer_segments, told)
     return await open_loops(
         recipe.rollout,
         recipe.data,
         renderer,
-        run.path / "tokenizer",
-        processes,
-        stack,
+        launch.run.path / "tokenizer",
+        launch.processes,
+        launch.stack,
         row_settings,
         restarts=recipe.cluster.restarts.workers,
-        notify=notify,
+        notify=launch.view.note,
     )
 
 
-async def _engine(
-    settings: Resolved,
-    devices: Sequence[str],
-    processes: LocalProcesses,
-    student: LoadedModel,
-    view: LiveView,
-    longest: Awaitable[int | None],
-    stack: AsyncExitStack,
-) -> Engine:
-    """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
-
-    The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
-    into it), or trains while rollouts continue. `devices` and `longest` as in `open_engine`."""
-    engine = await open_engine(settings.engine, student, processes, view, devices, await longest)
-    stack.push_async_callback(engine.close)
-    return engine
-
-
-async def _policy(
-    settings: Resolved,
-    run: RunDir,
-    processes: LocalProcesses,
-    student: LoadedModel,
-    usable: UsableIds | None,
-    stack: AsyncExitStack,
-    view: LiveView,
-) -> Policy | LeadingPolicy:
-    own, on_bad_rows = policy_settings(settings.learn, usable), partial(keep_refused, run, "student")
-    ranks = settings.learn.trainer.ranks
-    if ranks == 1:
-        return Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
-    return await start_ranks(ranks, run, processes, student, own, on_bad_rows, stack, view)
+async def _run_state(
+    launch: _Launch, plane: DataPlane, checkpoints: CheckpointStore, callbacks: CallbackRunner | None
+) -> RunState:
+    """Opens what the run writes: metrics, spans and checkpoints."""
+    run, view, stack = launch.run, launch.view, launch.stack
+    metrics = _metrics(launch.recipe, run, stack, view)
+    spans = Spans(run.spans)
+    stack.callback(spans.close)
+    view.on_note = spans.event
+    saver = BackgroundSaver(checkpoints)
+    stack.push_async_callback(asyncio.to_thread, saver.close)
+    return RunState(
+        run=run,
+        plane=plane,
+        metrics=metrics,
+        spans=spans,
+        view=view,
+        saves=Saves(checkpoints, saver, BestSoFar(read_metrics(run.metrics))),
+        background=await stack.enter_async_context(asyncio.TaskGroup()),
+        callbacks=callbacks,
+    )
 
 
 def _metrics(recipe: Recipe, run: RunDir, stack: AsyncExitStack, view: LiveView) -> LoggedMetrics:
