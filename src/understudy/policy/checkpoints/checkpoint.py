@@ -130,7 +130,9 @@ class CheckpointStore:
                 logger.warning("%s; trying the checkpoint before it", error)
                 skipped.append(str(error))
         if skipped:
-            raise CheckpointError(f"no checkpoint in {self.root} is whole: " + "; ".join(skipped))
+            raise CheckpointError(
+                f"no checkpoint in {self.root} is whole: {'; '.join(skipped)}. Put back a copy of one, or start again with another run.dir"
+            )
         raise CheckpointError(f"no checkpoint in {self.root}; was one saved before the run stopped?")
 
     def remove_after(self, step: int) -> None:
