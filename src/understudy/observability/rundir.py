@@ -24,9 +24,11 @@ RUN/
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -39,6 +41,8 @@ from typing import IO, Any
 
 from understudy.errors import CheckpointError, DataError, RunDirectoryError
 from understudy.observability.forks import only_here
+
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +273,17 @@ def cannot_be_written(path: Path, error: OSError) -> RunDirectoryError:
         f"{path} cannot be written: {error.strerror or error}; what was saved before is intact. Free some space or "
         "mend the disk; `understudy resume` continues a run"
     )
+
+
+def disk_failure(error: BaseException) -> OSError | None:
+    """The error as an OSError if it says that a disk is full or fails, otherwise None."""
+    if isinstance(error, OSError):
+        return error if error.errno in _DISK_FAILURES else None
+    # safetensors and tokenizers are written in Rust: their errors have types of their own, and the system's number in the text.
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    if told is None or int(told[1]) not in _DISK_FAILURES:
+        return None
+    return OSError(int(told[1]), os.strerror(int(told[1])))
 
 
 def write_atomically(path: Path, text: str) -> None:

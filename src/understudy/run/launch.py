@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -35,7 +34,13 @@ from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
-from understudy.observability.rundir import RunDir, cannot_be_written, read_json, write_atomically
+from understudy.observability.rundir import (
+    RunDir,
+    cannot_be_written,
+    disk_failure,
+    read_json,
+    write_atomically,
+)
 from understudy.observability.watchdog import watched
 from understudy.planning.objective import describe
 from understudy.planning.preflight import preflight, require_extras
@@ -67,7 +72,6 @@ from understudy.trainers.stopping import STOP_WAIT_S, Interrupts
 from understudy.trainers.sync import train_sync
 from understudy.viewer.frozen import REPORT, write_report
 
-DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 NOT_REPEATABLE = "does not have a deterministic implementation"
 """Part of torch's error message for an operation without a deterministic implementation."""
 
@@ -85,9 +89,10 @@ def explained(error: BaseException, recipe: Recipe) -> BaseException:
 
 def _of_disk(error: BaseException, run: RunDir) -> BaseException:
     """The error, or for a full or failing disk one that names the file and says what to do."""
-    if isinstance(error, OSError) and error.errno in DISK_FAILURES:
-        return cannot_be_written(Path(error.filename) if error.filename else run.path, error)
-    return error
+    failure = None if isinstance(error, UnderstudyError) else disk_failure(error)
+    if failure is None:
+        return error
+    return cannot_be_written(Path(failure.filename) if failure.filename else run.path, failure)
 
 
 def _not_repeatable(error: RuntimeError) -> PolicyError:
@@ -336,7 +341,9 @@ async def _attempt(
                 "dead_letters": system.state.tally.dead_letters,
             }
         return steps
-    except (BaseExceptionGroup, RuntimeError, MemoryError, OSError) as error:
+    except UnderstudyError:
+        raise
+    except (BaseExceptionGroup, Exception) as error:
         cause = _of_disk(explained(_first_cause(error), recipe), run)
         if cause is error:
             raise

@@ -21,6 +21,7 @@ import numpy as np
 from understudy.dataplane.base import Lease, split_key
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper, choose
 from understudy.dataplane.token_measures import worst_tokens
+from understudy.observability.rundir import write_atomically
 from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.learn.update import update
 from understudy.trainers.rollout_dump import dump_rollouts
@@ -138,7 +139,7 @@ def _write(
         folder = producer.state.run.path / FOLDER_NAME
         kept.keeper = RowKeeper(folder, producer.settings.keep_rows)
         if backend is not None and not (folder / "tokenizer.json").exists():
-            backend.save(str(folder / "tokenizer.json"))
+            write_atomically(folder / "tokenizer.json", backend.to_str())
     trained = watch.columns()
     rows = [
         columns | trained.get(batch.keys[i], {}) | {name: facts[name] for name in facts if name not in _LINE}

@@ -100,3 +100,21 @@ def test_a_disk_that_fills_up_under_rollout_workers_is_told_in_one_line(recipe: 
         process.kill()
     assert process.returncode == 2 and "cannot be written" in output, output
     assert len(output.splitlines()) == 1, output
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_weights_is_told_by_a_run_and_by_an_export(
+    recipe: Make, tmp_path: Path
+) -> None:
+    """safetensors tells it by an error of its own type. A teacher that lags behind the student has its weights written at every publish."""
+    behind = {"model": "student", "version": 1, "key": "add"}
+    table = recipe("behind", teachers={"add": behind, "sort": {**behind, "key": "sort"}}, trainer__steps=2)
+    path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
+    code, output = run_in_a_small_room("train", str(path), "--quiet", room=1 << 20)
+    assert code == 2 and "cannot be written: File too large" in output and "unexpected" not in output, output
+    code, output = run_cli("resume" if (run / "recipe.json").exists() else "train", str(run), "--quiet")
+    assert code == 0, output
+    code, output = run_in_a_small_room("export", str(run), str(tmp_path / "out"), room=1 << 20)
+    assert code == 2 and "could not export" in output and "unexpected" not in output, output
+    assert not (tmp_path / "out").exists()
+    assert run_cli("export", str(run), str(tmp_path / "out"))[0] == 0

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from understudy.errors import RunDirectoryError
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import MetricsWriter, read_metrics
-from understudy.observability.rundir import write_atomically
+from understudy.observability.rundir import disk_failure, write_atomically
 from understudy.observability.spans import Spans
 from understudy.observability.watchdog import watched
 
@@ -28,6 +33,27 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(bytes(100)),
+        lambda path: save_file({"weight": torch.zeros(100)}, path),
+        lambda path: Tokenizer(WordLevel({"word": 0, **{f"word {i}": i for i in range(1, 100)}})).save(
+            str(path)
+        ),
+    ],
+    ids=["Python", "safetensors", "tokenizers"],
+)
+def test_a_full_disk_is_known_by_the_error_of_any_library(
+    tmp_path: Path, write: Callable[[Path], object]
+) -> None:
+    with full_disk(), pytest.raises(Exception, match="File too large") as told:
+        write(tmp_path / "file")
+    failure = disk_failure(told.value)
+    assert failure is not None and failure.errno == errno.EFBIG and failure.strerror == "File too large"
+    assert disk_failure(ValueError("(os error 2)")) is None and disk_failure(FileNotFoundError()) is None
 
 
 def test_a_file_that_cannot_be_replaced_is_named_and_keeps_its_content(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from understudy.errors import CheckpointError
 from understudy.media.processor import PictureProcessor
-from understudy.observability.rundir import check_free
+from understudy.observability.rundir import check_free, disk_failure
 from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
 from understudy.policy.load import load_student, load_tokenizer
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
@@ -73,8 +73,10 @@ def export(
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
-    except OSError as error:
-        raise CheckpointError(f"could not export to {out}: {error}") from error
+    except Exception as error:
+        if isinstance(error, OSError) or disk_failure(error):
+            raise CheckpointError(f"could not export to {out}: {error}") from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
