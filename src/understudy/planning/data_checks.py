@@ -22,6 +22,7 @@ from understudy.planning.overlong import Overlong, PromptLimits, settle_overlong
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
+from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.rollout.template_bounds import BoundedEnvironment
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
@@ -145,6 +146,16 @@ def measured_once(measure: Measure) -> Measure:
         return known[id(row)][1]
 
     return remembered
+
+
+def length_of_own(prompt: TeacherPrompt, length: Measure | None) -> Measure:
+    """The tokens of a teacher's own prompt; None if the student's tokenizer is not known."""
+
+    def measure(row: Row) -> Measured | None:
+        seen = prompt.of_row(row)
+        return None if length is None else length(seen)
+
+    return measure
 
 
 def clipped(measure: Measure | None, limits: PromptLimits, rule: str) -> Measure | None:

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe, TeacherConfig
@@ -24,6 +22,7 @@ from understudy.planning.data_checks import (
     Lacked,
     check_rows,
     clipped,
+    length_of_own,
     measured_once,
     prompt_length,
     tokens_fit,
@@ -35,18 +34,16 @@ from understudy.planning.models.aligned import (
     rows_can_be_aligned,
     unread_tokenizers,
 )
-from understudy.planning.models.config_checks import models_load
+from understudy.planning.models.config_checks import models_load, topk_fits
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems, tokens_lacked
 from understudy.planning.objective import describe
-from understudy.planning.overlong import prompt_limits
+from understudy.planning.overlong import PromptLimits, prompt_limits
 from understudy.planning.reward_check import check_reward
 from understudy.planning.seating import seat
 from understudy.planning.teacher_checks import (
     Measure,
-    Measured,
-    Row,
     answers_given,
     bases_fit,
     contexts_fit,
@@ -55,17 +52,19 @@ from understudy.planning.teacher_checks import (
     offloads_fit,
     own_prompts,
     own_start_notes,
+    ports_free,
     prompts_render,
     sessions_can_be_shown,
     signals_fit,
     silent_servers,
 )
-from understudy.rollout.agents.registry import LoopChoice
+from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
-from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.serving.endpoint import Endpoint
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 PYTHON_VARIABLE = "UNDERSTUDY_VLLM_PYTHON"
 
 
@@ -126,9 +125,6 @@ def require_extras(recipe: Recipe) -> None:
         raise ConfigError(problems)
 
 
-_SHOWN = 3
-
-
 @dataclass
 class Findings:
     """Results of the checks besides problems."""
@@ -155,134 +151,223 @@ def preflight(
     problem. If the recipe is only checked, or its models are loaded on other machines, it is a note. `new_run`:
     run.dir must be free."""
     look_in(recipe.run.python_path)
-    findings = findings or Findings()
-    slow = SlowWork(enabled=progress)
-    problems: list[str] = []
     here = starting and recipe.cluster.backend == "local"
+    checks = _Checks(recipe, findings or Findings(), SlowWork(enabled=progress), here)
+    checks.attempt(describe, recipe.loss)
+    models = checks.models()
+    schemas = checks.agent_loops()
+    prompts = checks.prompts(models, schemas)
+    train = checks.data_file("data.train", recipe.data.train, models, prompts)
+    if train is not None:
+        checks.training_rows(train, models, prompts)
+    held_out = checks.data_file("data.eval", recipe.data.eval, models, prompts)
+    checks.reward({"data.train": train, "data.eval": held_out})
+    checks.attempt(_rollouts_can_be_made, recipe, models.student)
+    checks.servers()
+    checks.environment(new_run)
+    return list(dict.fromkeys(checks.problems))
 
-    def attempt(action: Callable[[], Any]) -> Any:
+
+@dataclass(frozen=True)
+class _Models:
+    """The models whose files can be read here."""
+
+    student: ModelFolder | None
+    teachers: dict[str, ModelFolder]
+    """Those that the run starts, by name."""
+    aligned: dict[str, ModelFolder]
+    """Teachers whose tokens are aligned with the student's, by name."""
+    lacked: Lacked
+    """The tokens that prompts must not hold."""
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """How the prompts of rows are measured, and how long they may be."""
+
+    student: Measure | None
+    """None if the student's tokenizer is not known."""
+    own: dict[str, Measure]
+    """Of teachers that read a prompt or a tokenizer of their own, by name."""
+    limits: dict[str, PromptLimits]
+    """By data file."""
+
+
+class _Checks:
+    """The checks of one recipe: each adds what it finds to `problems` and `findings`."""
+
+    def __init__(self, recipe: Recipe, findings: Findings, slow: SlowWork, here: bool) -> None:
+        self.recipe, self.findings, self.slow = recipe, findings, slow
+        self.problems: list[str] = []
+        self.unreached = self.problems if here else findings.unreached
+
+    def attempt(
+        self, action: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result | None:
+        """What `action` returns; None if it raised, which becomes a finding."""
         try:
-            return action()
+            return action(*args, **kwargs)
         except HubNotReached as error:
-            (problems if here else findings.unreached).append(str(error))
+            self.unreached.append(str(error))
         except UnderstudyError as error:
-            problems.append(str(error))
+            self.problems.append(str(error))
         return None
 
-    attempt(lambda: describe(recipe.loss))
-    models = open_models(recipe, attempt)
-    student = models.get("student")
-    attempt(lambda: seat(recipe, None))
-    problems += signals_fit(recipe) + bases_fit(recipe)
-    lacked, aligned = attempt(lambda: _pairs_fit(recipe, models, problems, findings)) or ({}, {})
-    folders: dict[str, ModelFolder] = {}
-    for name, teacher in recipe.teachers.items():
-        problems += _ports(name, teacher.ports)
-        if teacher.starts_vllm:
-            attempt(partial(vllm_python, teacher, place=f"teachers.{name}"))
-        folder = models.get(f"teachers.{name}")
-        if folder and teacher.placement != "external":
-            folders[name] = folder
-            problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
-    if student:
-        problems += _fits_vocabulary(recipe, student, "student")
-    problems += models_load(recipe, student, folders) + offloads_fit(recipe.teachers, folders)
-    loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
-    for name in recipe.rollout.agent_options if loops else ():
-        attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]
-    schemas = loops.schemas if loops else None
-    searched = {number for tokens in lacked.values() for number in tokens}
-    whole = (
-        with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
-        if student
-        else None
-    )
-    measure = measured_once(whole) if whole else None
-    of_teacher = {
-        name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}")
-        for name, folder in aligned.items()
-    }
-    prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
-    problems += sessions_can_be_shown(recipe, prompts)
-    findings.notes += own_start_notes(recipe)
-    if student is None and not problems:
-        findings.notes.append(
-            f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"
+    def models(self) -> _Models:
+        """Opens the models, and checks their seats, signals, vocabularies and files."""
+        recipe = self.recipe
+        found = open_models(recipe, self.attempt)
+        student = found.get("student")
+        self.attempt(seat, recipe, None)
+        self.problems += signals_fit(recipe) + bases_fit(recipe)
+        lacked, aligned = self.attempt(self._pairs, found) or ({}, {})
+        teachers = self._teachers(found)
+        if student:
+            self.problems += topk_fits(recipe, student, "student")
+        self.problems += models_load(recipe, student, teachers) + offloads_fit(recipe.teachers, teachers)
+        return _Models(student, teachers, aligned, lacked)
+
+    def _pairs(self, models: Mapping[str, ModelFolder]) -> tuple[Lacked, dict[str, ModelFolder]]:
+        """Checks that every other model maps token ids as the student does; other differences become notes.
+        Returns the tokens that prompts must not hold, and the teachers whose tokens are aligned with the
+        student's."""
+        teachers = self.recipe.teachers
+        self.problems += unread_tokenizers(teachers, models)
+        if "student" not in models:
+            return {}, {}
+        student = Side.of(models["student"], "student")
+        others = [Side.of(folder, place) for place, folder in models.items() if place != "student"]
+        aligned = {
+            name: models[side.place] for name, side in aligned_sides(teachers, student, others).items()
+        }
+        others = [side for side in others if side.place.removeprefix("teachers.") not in aligned]
+        for name, folder in aligned.items():
+            wrong, notes = alignment_notes(models["student"], folder, name, self.recipe.loss)
+            self.problems += wrong
+            self.findings.notes += notes
+        for other in others:
+            found = pair_problems(student, other)
+            self.problems += found
+            self.findings.notes += [] if found else pair_notes(student, other)
+        return tokens_lacked(student, others), aligned
+
+    def _teachers(self, models: Mapping[str, ModelFolder]) -> dict[str, ModelFolder]:
+        """Checks what teachers need to start. Returns the models of those that the run starts."""
+        folders: dict[str, ModelFolder] = {}
+        for name, teacher in self.recipe.teachers.items():
+            self.problems += ports_free(name, teacher.ports)
+            if teacher.starts_vllm:
+                self.attempt(vllm_python, teacher, place=f"teachers.{name}")
+            folder = models.get(f"teachers.{name}")
+            if folder and teacher.placement != "external":
+                folders[name] = folder
+                self.problems += topk_fits(self.recipe, folder, f"teachers.{name}")
+        return folders
+
+    def agent_loops(self) -> Schemas | None:
+        """Makes every loop that the recipe names. Returns which tools a row's loop shows."""
+        rollout = self.recipe.rollout
+        loops = self.attempt(LoopChoice, rollout.agent, rollout.agent_options)
+        if loops is None:
+            return None
+        for name in rollout.agent_options:
+            self.attempt(loops.of_name, name)
+        return loops.schemas
+
+    def prompts(self, models: _Models, schemas: Schemas | None) -> _Prompts:
+        """Checks the prompts that teachers have of their own. Returns how the prompts of rows are measured."""
+        recipe, student = self.recipe, models.student
+        whole = None
+        if student:
+            searched = {number for tokens in models.lacked.values() for number in tokens}
+            whole = with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
+        lengths = {
+            name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}")
+            for name, folder in models.aligned.items()
+        }
+        own = self.attempt(own_prompts, recipe.teachers) or {}
+        self.problems += sessions_can_be_shown(recipe, own)
+        self.findings.notes += own_start_notes(recipe)
+        if student is None and not self.problems:
+            self.findings.notes.append(
+                f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"
+            )
+        lengths |= {name: length_of_own(one, lengths.get(name, whole)) for name, one in own.items()}
+        room = recipe.data, recipe.rollout, student.context if student else None
+        contexts = contexts_of(recipe.teachers, models.teachers)
+        return _Prompts(
+            measured_once(whole) if whole else None,
+            {name: measured_once(length) for name, length in lengths.items()},
+            {
+                "data.train": prompt_limits(*room, recipe.teachers, contexts),
+                "data.eval": prompt_limits(*room),
+            },
         )
-    room = recipe.data, recipe.rollout, student.context if student else None
-    limits = {
-        "train": prompt_limits(*room, recipe.teachers, contexts_of(recipe.teachers, folders)),
-        "eval": prompt_limits(*room),
-    }
-    read: dict[str, Dataset] = {}
-    for key in ("train", "eval"):
-        sources, name = getattr(recipe.data, key), f"data.{key}"
+
+    def data_file(
+        self, name: str, sources: list[str] | None, models: _Models, prompts: _Prompts
+    ) -> Dataset | None:
+        """The rows that the run would use; None if there are none or they cannot be read."""
         if not sources:
-            continue
-        with slow.work(f"reading {name}"):
-            dataset = attempt(lambda sources=sources, name=name: load_dataset(sources, name))  # type: ignore[misc]
+            return None
+        recipe = self.recipe
+        with self.slow.work(f"reading {name}"):
+            dataset = self.attempt(load_dataset, sources, name)
         if dataset is None:
-            continue
+            return None
         shown = dataset.with_pictures()
-        unread = picture_problems(recipe, dataset, name, student, folders) if shown else []
-        problems += unread
-        with slow.work(f"checking the rows of {name}", len(dataset)) as advance:
-            # The chat template of a student that reads no pictures cannot render them: the line above says why.
-            checked = check_rows(recipe, dataset, name, limits[key], None if unread else measure, advance)
-        problems += checked.problems
-        findings.notes += checked.notes
+        unread = picture_problems(recipe, dataset, name, models.student, models.teachers) if shown else []
+        self.problems += unread
+        # The chat template of a student that reads no pictures cannot render them: `unread` says why.
+        measure = None if unread else prompts.student
+        with self.slow.work(f"checking the rows of {name}", len(dataset)) as advance:
+            checked = check_rows(recipe, dataset, name, prompts.limits[name], measure, advance)
+        self._add(checked.problems, checked.notes)
         if shown:
-            with slow.work(f"looking at the pictures of {name}", len(shown)) as advance:
-                found = attempt(
-                    lambda dataset=dataset, name=name, advance=advance: look_at_pictures(  # type: ignore[misc]
-                        recipe, dataset, name, advance
-                    )
-                )
-            if found is not None:
-                problems += found[0]
-                findings.notes += found[1]
-        read[name] = checked.dataset
-        if key == "train":
-            findings.train_rows = len(checked.dataset)
-            problems += mixtures_fit(recipe, checked.dataset)
-            problems += answers_given(recipe, checked.dataset)
-            problems += rows_can_be_aligned(recipe.data, aligned, checked.dataset)
-            own = {name: measured_once(one) for name, one in of_teacher.items()} | {
-                name: measured_once(_own_length(one, of_teacher.get(name, whole)))
-                for name, one in prompts.items()
-            }
-            problems += prompts_render(recipe, checked.dataset, own)
-            sent = clipped(measure, limits[key], recipe.data.overlong)
-            problems += contexts_fit(recipe, checked.dataset, folders, sent, own)
-            for teacher, one in ((None, sent), *own.items()) if lacked and sent else ():
-                if teacher in aligned:
-                    continue
-                written = tokens_fit(recipe, checked.dataset, one, lacked, teacher)
-                problems += written.problems
-                findings.notes += written.notes
-    if recipe.data.reward:
-        with slow.work("asking the reward about the first rows"):
-            reward = check_reward(recipe, read)
-        problems += reward.problems
-        findings.notes += reward.notes
-    attempt(lambda: _rollouts_can_be_made(recipe, student))
-    none_answers, some_answer = silent_servers(recipe)
-    (problems if here else findings.unreached).extend(none_answers)
-    findings.notes += [*some_answer, *findings.unreached]
-    attempt(lambda: probe_run_dir(recipe.run.dir, new=new_run))
-    problems += missing_loggers(recipe.run.loggers)
-    problems += missing_extras(recipe)
-    return list(dict.fromkeys(problems))
+            with self.slow.work(f"looking at the pictures of {name}", len(shown)) as advance:
+                found = self.attempt(look_at_pictures, recipe, dataset, name, advance)
+            self._add(*(found or ([], [])))
+        return checked.dataset
 
+    def training_rows(self, dataset: Dataset, models: _Models, prompts: _Prompts) -> None:
+        """Checks the rows against the teachers that score them."""
+        recipe = self.recipe
+        self.findings.train_rows = len(dataset)
+        self.problems += mixtures_fit(recipe, dataset)
+        self.problems += answers_given(recipe, dataset)
+        self.problems += rows_can_be_aligned(recipe.data, models.aligned, dataset)
+        self.problems += prompts_render(recipe, dataset, prompts.own)
+        sent = clipped(prompts.student, prompts.limits["data.train"], recipe.data.overlong)
+        self.problems += contexts_fit(recipe, dataset, models.teachers, sent, prompts.own)
+        if not models.lacked or sent is None:
+            return
+        read = {name: one for name, one in prompts.own.items() if name not in models.aligned}
+        for teacher, measure in ((None, sent), *read.items()):
+            written = tokens_fit(recipe, dataset, measure, models.lacked, teacher)
+            self._add(written.problems, written.notes)
 
-def _own_length(prompt: TeacherPrompt, length: Measure | None) -> Measure:
-    """The tokens of a teacher's own prompt; None if the student's tokenizer is not known."""
+    def reward(self, data: Mapping[str, Dataset | None]) -> None:
+        if not self.recipe.data.reward:
+            return
+        read = {name: dataset for name, dataset in data.items() if dataset is not None}
+        with self.slow.work("asking the reward about the first rows"):
+            reward = check_reward(self.recipe, read)
+        self._add(reward.problems, reward.notes)
 
-    def measure(row: Row) -> Measured | None:
-        seen = prompt.of_row(row)
-        return None if length is None else length(seen)
+    def servers(self) -> None:
+        none_answers, some_answer = silent_servers(self.recipe)
+        self.unreached += none_answers
+        self.findings.notes += [*some_answer, *self.findings.unreached]
 
-    return measure
+    def environment(self, new_run: bool) -> None:
+        run = self.recipe.run
+        self.attempt(probe_run_dir, run.dir, new=new_run)
+        self.problems += missing_loggers(run.loggers)
+        self.problems += missing_extras(self.recipe)
+
+    def _add(self, problems: list[str], notes: list[str]) -> None:
+        self.problems += problems
+        self.findings.notes += notes
 
 
 def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
@@ -306,54 +391,3 @@ def _writes_on_a_cpu(recipe: Recipe) -> bool:
     remote = recipe.rollout.devices or "rollout" in recipe.cluster.roles
     device = recipe.student.device
     return not remote and (device == "cpu" or (device == "auto" and not visible_gpus()))
-
-
-def _pairs_fit(
-    recipe: Recipe, models: Mapping[str, ModelFolder], problems: list[str], findings: Findings
-) -> tuple[Lacked, dict[str, ModelFolder]]:
-    """Checks that every other model maps token ids as the student does; other differences become notes. Returns
-    the tokens that prompts must not hold, and the teachers whose tokens are aligned with the student's."""
-    problems += unread_tokenizers(recipe.teachers, models)
-    if "student" not in models:
-        return {}, {}
-    student = Side.of(models["student"], "student")
-    others = [Side.of(folder, place) for place, folder in models.items() if place != "student"]
-    aligned = {
-        name: models[side.place] for name, side in aligned_sides(recipe.teachers, student, others).items()
-    }
-    others = [side for side in others if side.place.removeprefix("teachers.") not in aligned]
-    for name, folder in aligned.items():
-        wrong, notes = alignment_notes(models["student"], folder, name, recipe.loss)
-        problems += wrong
-        findings.notes += notes
-    for other in others:
-        found = pair_problems(student, other)
-        problems += found
-        findings.notes += [] if found else pair_notes(student, other)
-    return tokens_lacked(student, others), aligned
-
-
-def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
-    if (
-        recipe.loss.distill_coef > 0
-        and recipe.loss.signal in ("topk", "at_ids")
-        and recipe.loss.topk > folder.vocab_size
-    ):
-        return [
-            f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"
-        ]
-    return []
-
-
-def _ports(teacher: str, ports: list[int]) -> list[str]:
-    problems = []
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except (OSError, OverflowError) as error:
-                problems.append(
-                    f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
-                )
-    return problems

@@ -66,6 +66,21 @@ def _unreachable(url: str) -> str | None:
         return getattr(error, "strerror", None) or str(error)
 
 
+def ports_free(teacher: str, ports: Sequence[int]) -> list[str]:
+    """Problems of ports that a teacher's replicas cannot listen on."""
+    problems = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError) as error:
+                problems.append(
+                    f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
+                )
+    return problems
+
+
 def own_prompts(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherPrompt]:
     """The teachers that read a prompt of their own."""
     return {

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from understudy.config import StudentConfig, parse_recipe
+from understudy.config import DataConfig, StudentConfig, parse_recipe
 from understudy.config.recipe import stored
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import TrainerConfig
@@ -40,6 +43,7 @@ from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_pro
 from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import LoadedModel, load_model, put_student
 from understudy.trainers.prompt_data import without_overlong
+from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 from understudy.types.usable_ids import UsableIds
 
@@ -63,58 +67,172 @@ async def evaluate_model(
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
     check_measurable(model, data, reward, best=best)
-    folder, recipe = Path(model), None
-    if (folder / "recipe.json").is_file():
-        recipe = parse_recipe(stored(RunDir.open(folder).read_recipe()))
-        check_present(recipe.student.model, "student.model", recipe.student.revision)
-    look_in([*(recipe.run.python_path if recipe else []), str(Path.cwd())])
-    source = data if data is not None else recipe.data.eval if recipe else None
-    reward_name = reward or (recipe.data.reward if recipe else None)
-    assert source is not None and reward_name is not None
+    subject = _Subject.of(model)
+    settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k)
     view = view or LiveView(0, enabled=False)
-    scratch = TemporaryDirectory(prefix="understudy-eval-")
-    with view.work(f"loading {recipe.student.model if recipe else model}"):
-        student = _student_of(recipe.student) if recipe else load_model(model)
-    media = RunDir.open(folder).media if recipe else Path(scratch.name)
-    student = student.reading(MediaStore(media), recipe.student.model if recipe else model)
-    if recipe:
-        store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
+    async with AsyncExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="understudy-eval-"))
+        media = MediaStore(subject.run.media if subject.run else scratch)
+        student = _load(subject, media, best, view)
+        renderer = _renderer(subject, settings, student)
+        problems = _problems(subject, settings, student, media, view)
+        prompts = eval_prompts(problems, samples)
+        evaluator = _evaluator(subject, settings, student, renderer, prompts, stack)
+        count = len(prompts) * (1 + settings.k)
+        with view.work(f"evaluating on {many(len(prompts), 'problem')}", count) as advance:
+            answers = await evaluator.greedy(prompts, advance)
+            sampled = await evaluator.sampled(prompts, settings.k, advance) if settings.k else []
+    if answers_to is not None:
+        _write_answers(answers_to, problems, answers, student.tokenizer)
+    for failure in evaluator.failures[:_SHOWN]:
+        view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
+    return measures(prompts, answers, sampled, subject.trainer.solved_at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is evaluated: a run's student with sections of its recipe, or any model with the defaults here."""
+
+    name: str
+    run: RunDir | None = None
+    student: StudentConfig | None = None
+    data: DataConfig | None = None
+    rollout: RolloutConfig = field(
+        default_factory=partial(RolloutConfig, max_batch=_MAX_BATCH, max_new_tokens=256)
+    )
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    seed: int = 0
+
+    @classmethod
+    def of(cls, model: str) -> _Subject:
+        """Also makes modules of the run and of the working directory importable, for rewards and agent loops."""
+        folder, here = Path(model), str(Path.cwd())
+        if not (folder / "recipe.json").is_file():
+            look_in([here])
+            return cls(model)
+        run = RunDir.open(folder)
+        recipe = parse_recipe(stored(run.read_recipe()))
+        student = recipe.student
+        check_present(student.model, "student.model", student.revision)
+        look_in([*recipe.run.python_path, here])
+        return cls(student.model, run, student, recipe.data, recipe.rollout, recipe.trainer, recipe.run.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The arguments; the model's run says what those are that were not given."""
+
+    source: str | Path | Sequence[str]
+    place: str
+    """The argument or recipe key that names `source`, for errors."""
+    reward: str
+    agent: str
+    max_new_tokens: int
+    k: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: _Subject,
+        data: str | Path | Sequence[str] | None,
+        reward: str | None,
+        max_new_tokens: int | None,
+        agent: str | None,
+        k: int | None,
+    ) -> _Settings:
+        own, rollout = subject.data, subject.rollout
+        source = own.eval if data is None and own else data
+        reward = reward or (own.reward if own else None)
+        assert source is not None and reward is not None  # by `check_measurable`
+        return cls(
+            source,
+            "--data" if data else "data.eval",
+            reward,
+            agent or rollout.agent,
+            max_new_tokens or rollout.max_new_tokens,
+            subject.trainer.eval_k if k is None else k,
+        )
+
+
+def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
+    with view.work(f"loading {subject.name}"):
+        student = _student_of(subject.student) if subject.student else load_model(subject.name)
+    student = student.reading(media, subject.name)
+    if subject.run:
+        store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)
-    budget = max_new_tokens or (recipe.rollout.max_new_tokens if recipe else 256)
-    max_batch = recipe.rollout.max_batch if recipe else _MAX_BATCH
-    rollout = recipe.rollout if recipe else RolloutConfig()
-    context = min(rollout.context_length or student.context, student.steady_context)
-    renderer = Renderer(
+    return student
+
+
+def _renderer(subject: _Subject, settings: _Settings, student: LoadedModel) -> Renderer:
+    data, rollout = subject.data, subject.rollout
+    return Renderer(
         student.tokenizer,
-        context=context,
-        reserve=budget,
+        context=min(rollout.context_length or student.context, student.steady_context),
+        reserve=settings.max_new_tokens,
         template_options=rollout.template_options,
-        max_prompt=recipe.data.max_prompt_tokens if recipe else None,
-        truncate=recipe is not None and recipe.data.overlong == "truncate_left",
+        max_prompt=data.max_prompt_tokens if data else None,
+        truncate=data is not None and data.overlong == "truncate_left",
         pictures=student.pictures,
     )
-    problems = load_dataset(source, "--data" if data else "data.eval").storing(Pictures(MediaStore(media)))
-    if recipe:
-        problems, notes = without_overlong(
-            recipe.data,
-            recipe.rollout,
-            problems,
-            "data.eval",
-            student.tokenizer,
-            prompt_limits(recipe.data, recipe.rollout, student.context),
-            student.pictures.processor if student.pictures is not None else None,
+
+
+def _problems(
+    subject: _Subject, settings: _Settings, student: LoadedModel, media: MediaStore, view: LiveView
+) -> Dataset:
+    """The problems to answer; those that are too long are handled as the run's `data.overlong` says."""
+    problems = load_dataset(settings.source, settings.place).storing(Pictures(media))
+    if subject.data is None:
+        return problems
+    problems, notes = without_overlong(
+        subject.data,
+        subject.rollout,
+        problems,
+        "data.eval",
+        student.tokenizer,
+        prompt_limits(subject.data, subject.rollout, student.context),
+        student.pictures.processor if student.pictures is not None else None,
+    )
+    for note in notes:
+        view.note(note)
+    return problems
+
+
+def _evaluator(
+    subject: _Subject,
+    settings: _Settings,
+    student: LoadedModel,
+    renderer: Renderer,
+    prompts: Sequence[Prompt],
+    stack: AsyncExitStack,
+) -> Evaluator:
+    """`stack` closes its engine, loops and rewards."""
+    rollout, context = subject.rollout, renderer.context
+    longest = longest_row(renderer, prompts, settings.agent, settings.max_new_tokens) or context
+    engine = student.engine(rollout.max_batch, max_length=min(longest, context))
+    stack.push_async_callback(engine.close)
+    sampling = _sampling(rollout, settings.max_new_tokens, student)
+    if settings.k > 1 and rollout.temperature == 0:
+        raise ConfigError(
+            "--k: this run samples at temperature 0, where all samples of a problem are the same"
         )
-        for note in notes:
-            view.note(note)
-    prompts = eval_prompts(problems, samples)
-    longest = longest_row(renderer, prompts, agent or rollout.agent, budget) or context
-    engine = student.engine(max_batch, max_length=min(longest, context))
+    loops = LoopChoice(settings.agent, rollout.agent_options)
+    stack.push_async_callback(loops.close)
+    rewards = Rewards([load_reward(settings.reward)], renderer)
+    stack.push_async_callback(rewards.close)
+    return Evaluator(
+        engine, loops, rewards, renderer, sampling, context, rollout.max_batch, rollout.deadline_seconds, subject.seed
+    )  # fmt: skip
+
+
+def _sampling(rollout: RolloutConfig, max_new_tokens: int, student: LoadedModel) -> Sampling:
+    """The run's sampling; a model that reads pictures never writes their placeholders."""
     usable = None
     rows = student.model.get_output_embeddings().weight.shape[0]
     if student.pictures is not None:
         usable = UsableIds(rows).without(student.pictures.processor.placeholder_ids)
-    sampling = Sampling(
-        budget,
+    return Sampling(
+        max_new_tokens,
         student.stop_ids,
         stop_strings=tuple(rollout.stop),
         temperature=rollout.temperature,
@@ -125,32 +243,6 @@ async def evaluate_model(
         usable=usable,
         head_rows=rows if usable is not None else 0,
     )
-    trainer = recipe.trainer if recipe else TrainerConfig()
-    k = trainer.eval_k if k is None else k
-    if k > 1 and rollout.temperature == 0:
-        raise ConfigError(
-            "--k: this run samples at temperature 0, where all samples of a problem are the same"
-        )
-    loops = LoopChoice(agent or rollout.agent, rollout.agent_options)
-    rewards = Rewards([load_reward(reward_name)], renderer)
-    evaluator = Evaluator(
-        engine, loops, rewards, renderer, sampling, context, max_batch, rollout.deadline_seconds,
-        recipe.run.seed if recipe else 0,
-    )  # fmt: skip
-    try:
-        with view.work(f"evaluating on {many(len(prompts), 'problem')}", len(prompts) * (1 + k)) as advance:
-            answers = await evaluator.greedy(prompts, advance)
-            sampled = await evaluator.sampled(prompts, k, advance) if k else []
-    finally:
-        await rewards.close()
-        await loops.close()
-        await engine.close()
-        scratch.cleanup()
-    if answers_to is not None:
-        _write_answers(answers_to, problems, answers, student.tokenizer)
-    for failure in evaluator.failures[:_SHOWN]:
-        view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
-    return measures(prompts, answers, sampled, trainer.solved_at)
 
 
 def _write_answers(

@@ -1,20 +1,24 @@
 """An evaluation that goes wrong: bad answers are counted, and a broken one does not cost the step before it."""
 
+import asyncio
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import run_cli
+from small_runs import ASSETS, run_cli
 
 import understudy
 from understudy.dataplane.ledger import audit
-from understudy.errors import EngineError
+from understudy.engines.local.engine import HFEngine
+from understudy.errors import ConfigError, EngineError
 from understudy.observability.metrics import read_metrics
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.rewards.reward_threads import _MOST
+from understudy.run.evaluate_model import evaluate_model
 
 Make = Callable[..., dict[str, Any]]
 
@@ -102,3 +106,23 @@ def test_an_evaluation_that_breaks_keeps_the_step(
     assert code == 0, output
     report = audit(run)
     assert report.balanced and report.per_step == dict.fromkeys(range(1, 5), 16)
+
+
+def test_an_evaluation_that_cannot_begin_closes_its_engine_and_removes_its_folder(
+    held_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[HFEngine] = []
+    close = HFEngine.close
+
+    async def noted(engine: HFEngine) -> None:
+        closed.append(engine)
+        await close(engine)
+
+    monkeypatch.setattr(HFEngine, "close", noted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    student, reward = str(ASSETS / "models" / "student"), "understudy.rollout.rewards.builtin:no_such"
+    with pytest.raises(ConfigError, match="no_such") as told:
+        asyncio.run(evaluate_model(student, held_out, reward, 4, None))
+    assert len(closed) == 1
+    assert not list(tmp_path.glob("understudy-eval-*"))
+    del told  # kept the frames until here: the folder was not removed by the garbage collector

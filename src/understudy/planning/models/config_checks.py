@@ -33,6 +33,19 @@ def models_load(
     return problems
 
 
+def topk_fits(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
+    """A model has at least as many tokens as `loss.topk` asks for. `role` is its place in the recipe."""
+    if (
+        recipe.loss.distill_coef > 0
+        and recipe.loss.signal in ("topk", "at_ids")
+        and recipe.loss.topk > folder.vocab_size
+    ):
+        return [
+            f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"
+        ]
+    return []
+
+
 def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
     """If the student's rotary embedding changes beyond a length, all rollouts must stay below it."""
     border, room = student.rotary_border, recipe.rollout.context_length or student.context
