@@ -126,8 +126,7 @@ class _Settings:
     place: str
     """The argument or recipe key that names `source`, for errors."""
     reward: str
-    agent: str
-    max_new_tokens: int
+    rollout: RolloutConfig
     k: int
 
     @classmethod
@@ -144,20 +143,19 @@ class _Settings:
         source = own.eval if data is None and own else data
         reward = reward or (own.reward if own else None)
         assert source is not None and reward is not None  # by `check_measurable`
-        return cls(
-            source,
-            "--data" if data else "data.eval",
-            reward,
-            agent or rollout.agent,
-            max_new_tokens or rollout.max_new_tokens,
-            subject.trainer.eval_k if k is None else k,
-        )
+        k = subject.trainer.eval_k if k is None else k
+        if k > 1 and rollout.temperature == 0:
+            raise ConfigError(
+                "--k: this run samples at temperature 0, where all samples of a problem are the same"
+            )
+        given = {"agent": agent or rollout.agent, "max_new_tokens": max_new_tokens or rollout.max_new_tokens}
+        return cls(source, "--data" if data else "data.eval", reward, rollout.model_copy(update=given), k)
 
 
 def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
     with view.work(f"loading {subject.name}"):
         student = _student_of(subject.student) if subject.student else load_model(subject.name)
-    student = student.reading(media, subject.name)
+    student = student.reading(media, subject.name, subject.student.revision if subject.student else None)
     if subject.run:
         store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)
@@ -165,11 +163,11 @@ def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> L
 
 
 def _renderer(subject: _Subject, settings: _Settings, student: LoadedModel) -> Renderer:
-    data, rollout = subject.data, subject.rollout
+    data, rollout = subject.data, settings.rollout
     return Renderer(
         student.tokenizer,
         context=min(rollout.context_length or student.context, student.steady_context),
-        reserve=settings.max_new_tokens,
+        reserve=rollout.max_new_tokens,
         template_options=rollout.template_options,
         max_prompt=data.max_prompt_tokens if data else None,
         truncate=data is not None and data.overlong == "truncate_left",
@@ -186,11 +184,11 @@ def _problems(
         return problems
     problems, notes = without_overlong(
         subject.data,
-        subject.rollout,
+        settings.rollout,
         problems,
         "data.eval",
         student.tokenizer,
-        prompt_limits(subject.data, subject.rollout, student.context),
+        prompt_limits(subject.data, settings.rollout, student.context),
         student.pictures.processor if student.pictures is not None else None,
     )
     for note in notes:
@@ -207,16 +205,12 @@ def _evaluator(
     stack: AsyncExitStack,
 ) -> Evaluator:
     """`stack` closes its engine, loops and rewards."""
-    rollout, context = subject.rollout, renderer.context
-    longest = longest_row(renderer, prompts, settings.agent, settings.max_new_tokens) or context
+    rollout, context = settings.rollout, renderer.context
+    longest = longest_row(renderer, prompts, rollout.agent, rollout.max_new_tokens) or context
     engine = student.engine(rollout.max_batch, max_length=min(longest, context))
     stack.push_async_callback(engine.close)
-    sampling = _sampling(rollout, settings.max_new_tokens, student)
-    if settings.k > 1 and rollout.temperature == 0:
-        raise ConfigError(
-            "--k: this run samples at temperature 0, where all samples of a problem are the same"
-        )
-    loops = LoopChoice(settings.agent, rollout.agent_options)
+    sampling = _sampling(rollout, student)
+    loops = LoopChoice(rollout.agent, rollout.agent_options)
     stack.push_async_callback(loops.close)
     rewards = Rewards([load_reward(settings.reward)], renderer)
     stack.push_async_callback(rewards.close)
@@ -225,14 +219,14 @@ def _evaluator(
     )  # fmt: skip
 
 
-def _sampling(rollout: RolloutConfig, max_new_tokens: int, student: LoadedModel) -> Sampling:
+def _sampling(rollout: RolloutConfig, student: LoadedModel) -> Sampling:
     """The run's sampling; a model that reads pictures never writes their placeholders."""
     usable = None
     rows = student.model.get_output_embeddings().weight.shape[0]
     if student.pictures is not None:
         usable = UsableIds(rows).without(student.pictures.processor.placeholder_ids)
     return Sampling(
-        max_new_tokens,
+        rollout.max_new_tokens,
         student.stop_ids,
         stop_strings=tuple(rollout.stop),
         temperature=rollout.temperature,

@@ -178,3 +178,19 @@ def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_th
     words = ("eval", model, "--data", str(data), "--reward", reward, "--max-new-tokens", "5")
     code, output = call_cli(*words)
     assert code == 0 and lengths == [longest + 5], output
+
+
+def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: Path) -> None:
+    """`--max-new-tokens` counts, not the run's own budget: it used to let problems through that then failed."""
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:3]
+    long = json.loads(lines[0])
+    long["messages"][0]["content"] = "+".join(["12"] * 30) + "="
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join([*lines, json.dumps(long)]) + "\n")
+    table = recipe(
+        data__eval=str(data), data__reward="small_rewards:varied", data__overlong="drop", trainer__steps=1
+    )
+    run = understudy.train(table, progress=False)
+    assert "evaluating on 4 problems" in call_cli("eval", str(run.dir))[1]
+    code, said = call_cli("eval", str(run.dir), "--max-new-tokens", "60")
+    assert code == 0 and "evaluating on 3 problems" in said, said
