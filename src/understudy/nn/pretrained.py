@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from understudy.media.processor import vision_family
@@ -40,6 +41,10 @@ def load_causal_lm(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CannotLoadError(_reason(error, attention)) from error
+    except SafetensorError as error:
+        raise CannotLoadError(
+            f"its weights cannot be read ({error}); download or copy the model again"
+        ) from error
     chosen = model.config._attn_implementation
     if attention not in (AUTO, chosen):
         raise CannotLoadError(

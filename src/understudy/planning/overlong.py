@@ -84,15 +84,14 @@ def settle_overlong(
     what = f"{overlong.role}: the prompt of {dataset.place(first)} has {over[first]} tokens"
     where = f" ({len(over)} rows in all)" if len(over) > 1 else ""
     if overlong.rule == "error":
-        own = limit == data.max_prompt_tokens
-        why = (
-            f"data.max_prompt_tokens = {limit}"
-            if own
-            else f"with rollout.max_new_tokens = {rollout.max_new_tokens} it exceeds the student's context of "
-            f"{(limit or 0) + rollout.max_new_tokens}"
-        )
+        if limit == data.max_prompt_tokens:
+            why, lower = f"data.max_prompt_tokens = {limit}", ""
+        else:
+            context = (limit or 0) + rollout.max_new_tokens
+            why = f"with rollout.max_new_tokens = {rollout.max_new_tokens} it exceeds the student's context of {context}"
+            lower = "lower rollout.max_new_tokens, "
         raise DataError(
-            f"{what}; {why}; shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"
+            f"{what}; {why}; {lower}shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"
         )
     limits = {number: overlong.limits.of(dataset.rows[number]) for number in over}
     least = min(one for one in limits.values() if one is not None)

@@ -167,7 +167,7 @@ def contexts_fit(
                 f"teachers.{name} holds {room} tokens; {prompt} + {recipe.rollout.max_new_tokens} (rollout.max_new_tokens) + 1 = "
                 f"{needs[worst]}, {needs[worst] - room} too many"
                 + (f"; {len(over)} of its {len(mine)} rows do not fit" if measure else "")
-                + ". Shorten prompts or responses, or choose a teacher with a longer context"
+                + ". Lower rollout.max_new_tokens, shorten prompts, or choose a teacher with a longer context"
                 + _limit_of_prompts(
                     room - recipe.rollout.max_new_tokens - 1, lengths is students and measure is not None
                 )

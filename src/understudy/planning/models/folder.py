@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 from understudy.config.model_paths import nearest_folder
 from understudy.errors import DataError
 from understudy.nn.rotary_border import rotary_border
+from understudy.planning.models.weight_files import incomplete, tensor_shapes, weight_files
 from understudy.teacher.vocabulary import Vocabulary
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
@@ -59,11 +59,25 @@ class ModelFolder:
             raise DataError(
                 f"{role} = {path!r}: the folder has no {' and no '.join(missing)}; save the model with save_pretrained"
             )
+        problem = incomplete(folder.path) or folder.unreadable()
+        if problem:
+            raise DataError(f"{role} = {path!r}: {problem}")
         if not folder.weight_files:
             raise DataError(
                 f"{role} = {path!r}: no *.safetensors in the folder; save the weights as safetensors"
             )
         return folder
+
+    def unreadable(self) -> str | None:
+        """Which of the small files cannot be used."""
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            try:
+                _optional(self.path / name)
+            except (ValueError, TypeError) as error:
+                return f"{name} is not a JSON object ({error}); download or copy it again"
+        if not isinstance(self._text.get("vocab_size"), int):
+            return "config.json has no vocab_size; give the folder of a causal language model"
+        return None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -95,7 +109,7 @@ class ModelFolder:
 
     @property
     def weight_files(self) -> list[Path]:
-        return sorted(self.path.glob("*.safetensors"))
+        return weight_files(self.path)
 
     @cached_property
     def parameters(self) -> int:
@@ -140,7 +154,7 @@ class ModelFolder:
     @cached_property
     def _shapes(self) -> dict[str, list[int]]:
         """The shape of every tensor in the weight files, by name."""
-        return {name: shape for file in self.weight_files for name, shape in _tensor_shapes(file).items()}
+        return {name: shape for file in self.weight_files for name, shape in tensor_shapes(file).items()}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -176,10 +190,3 @@ class ModelFolder:
 
 def _optional(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
-
-
-def _tensor_shapes(path: Path) -> dict[str, list[int]]:
-    with path.open("rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header = json.loads(handle.read(length))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -64,7 +64,10 @@ def _external(model: str, role: str, revision: str | None) -> ModelFolder | None
     only. It is compared with the student if its files can be read."""
     path = Path(model)
     if (path / "tokenizer.json").is_file() and (path / "config.json").is_file():
-        return ModelFolder(path)
+        folder = ModelFolder(path)
+        if problem := folder.unreadable():
+            raise DataError(f"{role} = {model!r}: {problem}")
+        return folder
     if "/" not in model or not is_hub_id(model):
         return None
     try:

@@ -1,0 +1,98 @@
+"""Models whose files are incomplete, as a cut download or a clone without git-lfs leaves them, are refused before they are loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_runs import ASSETS
+
+from understudy.errors import DataError, PolicyError
+from understudy.planning.models.folder import ModelFolder
+from understudy.policy.load import load_student
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1461472\n"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(ASSETS) / "models" / "student", tmp_path / "model"))
+
+
+def split(model: Path) -> None:
+    """One file of weights becomes two and an index."""
+    weights = load_file(model / "model.safetensors")
+    names = sorted(weights)
+    halves = {SHARDS[0]: names[::2], SHARDS[1]: names[1::2]}
+    for shard, own in halves.items():
+        save_file({name: weights[name] for name in own}, model / shard, metadata={"format": "pt"})
+    (model / "model.safetensors").unlink()
+    places = {name: shard for shard, own in halves.items() for name in own}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def no_shard(model: Path) -> None:
+    split(model)
+    (model / SHARDS[1]).unlink()
+
+
+def cut_shard(model: Path) -> None:
+    split(model)
+    cut(model / SHARDS[1])
+
+
+def broken_index(model: Path) -> None:
+    split(model)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": [')
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda m: cut(m / "model.safetensors"), r"model.safetensors has [\d,]+ bytes, its header promises [\d,]+; download"),
+    "longer": (lambda m: (m / "model.safetensors").open("ab").write(b"more"), "its header promises"),
+    "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), r"\(0 bytes\) is no whole safetensors file"),
+    "another format": (lambda m: (m / "model.safetensors").write_bytes(b"PK\x03\x04" * 100), "is no whole safetensors file"),
+    "pointer": (lambda m: (m / "model.safetensors").write_text(POINTER), "model.safetensors is a git-lfs pointer.*git lfs pull"),
+    "pointer of the tokenizer": (lambda m: (m / "tokenizer.json").write_text(POINTER), "tokenizer.json is a git-lfs pointer"),
+    "no shard": (no_shard, f"{SHARDS[1]} of the 2 files named in .* is missing"),
+    "cut shard": (cut_shard, f"{SHARDS[1]} has .* its header promises"),
+    "broken index": (broken_index, "is no index of weight files"),
+    "config.json": (lambda m: (m / "config.json").write_text('{"vocab'), "config.json is not a JSON object"),
+    "no language model": (lambda m: (m / "config.json").write_text("{}"), "config.json has no vocab_size"),
+    "generation_config.json": (lambda m: (m / "generation_config.json").write_text("["), "generation_config.json is not a JSON object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_incomplete_model_is_refused_and_the_file_is_named(model: Path, name: str) -> None:
+    change, told = BROKEN[name]
+    change(model)
+    with pytest.raises(DataError, match=told) as error:
+        ModelFolder.open(str(model), "student.model")
+    assert str(error.value).startswith(f"student.model = '{model}': ")
+
+
+def test_shards_count_as_the_single_file_does_and_other_files_do_not(model: Path) -> None:
+    whole = ModelFolder.open(str(model), "student.model").parameters
+    split(model)
+    save_file({"tok_embeddings.weight": torch.zeros(1000)}, model / "consolidated.safetensors")
+    folder = ModelFolder.open(str(model), "student.model")
+    assert [file.name for file in folder.weight_files] == SHARDS
+    assert folder.parameters == whole
+
+
+def test_a_model_that_cannot_be_read_when_it_is_loaded_is_told_in_one_line(model: Path) -> None:
+    cut(model / "model.safetensors")
+    with pytest.raises(
+        PolicyError, match=r"cannot be loaded: its weights cannot be read .*download or copy the model again"
+    ):
+        load_student(str(model))
