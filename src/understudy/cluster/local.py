@@ -238,7 +238,8 @@ def _last_words(log: Path, start: int) -> str:
     first = len(lines) - _LAST_WORDS
     if lines and lines[-1].startswith(_END_OF_STACKS):
         first = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=first)
-    return "\n".join(lines[max(first, 0) :][:_LAST_WORDS]) or "(it said nothing)"
+    words = "\n".join(lines[max(first, 0) :][:_LAST_WORDS])
+    return words.removeprefix("error: ") or "(it said nothing)"  # our own error begins with it
 
 
 def _last_lines(log: Path, start: int) -> list[str]:

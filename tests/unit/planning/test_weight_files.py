@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_runs import ASSETS
 
+from understudy.config import parse_recipe
 from understudy.errors import DataError, PolicyError
 from understudy.planning.models.folder import ModelFolder
+from understudy.planning.preflight import preflight
 from understudy.policy.load import load_student
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1461472\n"
@@ -22,7 +24,7 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(Path(ASSETS) / "models" / "student", tmp_path / "model"))
+    return Path(shutil.copytree(ASSETS / "models" / "student", tmp_path / "model"))
 
 
 def split(model: Path) -> None:
@@ -79,6 +81,41 @@ def test_an_incomplete_model_is_refused_and_the_file_is_named(model: Path, name:
     with pytest.raises(DataError, match=told) as error:
         ModelFolder.open(str(model), "student.model")
     assert str(error.value).startswith(f"student.model = '{model}': ")
+
+
+def test_an_adapter_is_no_model(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    with pytest.raises(DataError, match=r"an adapter of Qwen/Qwen3-0.6B, not a model; merge it into its base"):
+        ModelFolder.open(str(model), "teachers.t.model")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized (awq)"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "has an encoder and a decoder"),
+        ({"model_type": "of-tomorrow"}, "has no model type 'of-tomorrow'; upgrade transformers"),
+        ({"model_type": None}, "needs model_type in config.json"),
+    ],
+)
+def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
+    model: Path, change: dict[str, object], told: str
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    recipe = parse_recipe(
+        {
+            "student": {"model": str(model)},
+            "teachers": {"t": {"model": str(ASSETS / "models" / "teacher-add")}},
+            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "rollout": {"max_new_tokens": 8},
+            "loss": {"topk": 8},
+            "trainer": {"steps": 1, "batch_size": 4},
+        }
+    )
+    [problem] = preflight(recipe)
+    assert told in problem and problem.startswith("student.model = ")
 
 
 def test_shards_count_as_the_single_file_does_and_other_files_do_not(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a model's config.json: remote code, attention, and rotary embeddings that change with length.
+"""Checks of a model's config.json: its type, remote code, attention, and rotary embeddings that change with length.
 
 Imports no torch and no transformers: `understudy check` runs this.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,11 +24,16 @@ def models_load(
     problems = []
     trusted = recipe.student.trust_remote_code
     if student:
+        problems += _is_a_decoder(student, "student") + _is_known(student, "student")
+        problems += _can_be_trained(student)
         problems += _brings_code(student, "student", trusted)
         problems += _has_attention(student, "student", recipe.student.attention)
         problems += stays_within_border(recipe, student)
         problems += _can_generate(recipe, student)
     for name, folder in teachers.items():
+        problems += _is_a_decoder(folder, f"teachers.{name}")
+        if not recipe.teachers[name].starts_vllm:
+            problems += _is_known(folder, f"teachers.{name}")
         problems += _brings_code(folder, f"teachers.{name}", recipe.teachers[name].trust_remote_code)
         problems += _has_attention(folder, f"teachers.{name}", recipe.teachers[name].attention)
     return problems
@@ -65,6 +71,37 @@ def _can_generate(recipe: Recipe, student: ModelFolder) -> list[str]:
     return [
         f'rollout.engine = "hf" cannot generate with student.model = {str(student.path)!r} ({kind!r}): it has {what}; set '
         'rollout.engine = "vllm"'
+    ]
+
+
+def _is_a_decoder(folder: ModelFolder, section: str) -> list[str]:
+    if not folder.config.get("is_encoder_decoder"):
+        return []
+    return [
+        f"{section}.model = {str(folder.path)!r} ({folder.config.get('model_type')!r}) has an encoder and a decoder; choose a causal "
+        "language model"
+    ]
+
+
+def _is_known(folder: ModelFolder, section: str) -> list[str]:
+    kind = folder.config.get("model_type")
+    if folder.config.get("auto_map") or (kind and _known_to_transformers(str(kind))):
+        return []
+    told = f"has no model type {kind!r}" if kind else "needs model_type in config.json"
+    return [
+        f"{section}.model = {str(folder.path)!r}: transformers {version('transformers')} {told}; upgrade transformers, or choose "
+        "another model"
+    ]
+
+
+def _can_be_trained(student: ModelFolder) -> list[str]:
+    stored = student.config.get("quantization_config")
+    if not stored:
+        return []
+    way = stored.get("quant_method", "quantized") if isinstance(stored, dict) else "quantized"
+    return [
+        f"student.model = {str(student.path)!r}: its weights are quantized ({way}), and such weights cannot be trained; give the model "
+        "that it was made from"
     ]
 
 

@@ -54,6 +54,14 @@ class ModelFolder:
             raise DataError(
                 f"{role} = {path!r}: no such folder; {hint} a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
             )
+        if (folder.path / "adapter_config.json").is_file() and not (folder.path / "config.json").is_file():
+            base = _optional(folder.path / "adapter_config.json").get(
+                "base_model_name_or_path", "its base model"
+            )
+            raise DataError(
+                f"{role} = {path!r}: the folder holds an adapter of {base}, not a model; merge it into its base and save that "
+                "(peft: `model.merge_and_unload().save_pretrained(...)`)"
+            )
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder.path / name).is_file()]
         if missing:
             raise DataError(
