@@ -27,12 +27,14 @@ from understudy.media.pictures import portable_row
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_ENCODING = "utf-8-sig"
+"""UTF-8, with or without the mark that programs on Windows begin a file with."""
+_BEGINNING = 4096
+"""How much of a file is read to see whether it begins as a list."""
 _HUB = re.compile(
     r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.+-]+))?(@(?P<revision>[\w.-]+))?(:(?P<split>[^/]+))?"
 )
-_EXPECTED = (
-    "expected a .jsonl or .parquet file, a glob that matches some, or a hub dataset like 'org/name:train'"
-)
+_EXPECTED = "expected a .jsonl, .json or .parquet file, a glob that matches some, or a hub dataset like 'org/name:train'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,35 @@ def read_source(source: str, key: str) -> tuple[list[tuple[str, Any]], bytes]:
     if path.suffix not in SUFFIXES:
         raise DataError(f"{key}: dataset {path} ends in {path.suffix or 'nothing'!r}; {_EXPECTED}")
     try:
-        rows = list(_read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key))
+        if path.suffix == ".parquet":
+            rows = list(_read_parquet(path, key))
+        else:
+            rows = list(_read_list(path, key) if _is_list(path) else _read_jsonl(path, key))
         return rows, _file_digest(path)
     except OSError as error:
         raise DataError(f"{key}: dataset {path} cannot be read ({error.strerror or error})") from None
 
 
+def _is_list(path: Path) -> bool:
+    """Whether a .json file holds one list of rows, as some tools write it."""
+    if path.suffix != ".json":
+        return False
+    with path.open(encoding=_ENCODING, errors="replace") as file:
+        return file.read(_BEGINNING).lstrip().startswith("[")
+
+
+def _read_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding=_ENCODING))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key}: {path} begins as a list and is no readable JSON: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, item {number}", row
+
+
 def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     number = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():

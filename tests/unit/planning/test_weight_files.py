@@ -86,7 +86,9 @@ def test_an_incomplete_model_is_refused_and_the_file_is_named(model: Path, name:
 def test_an_adapter_is_no_model(model: Path) -> None:
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
-    with pytest.raises(DataError, match=r"an adapter of Qwen/Qwen3-0.6B, not a model; merge it into its base"):
+    with pytest.raises(
+        DataError, match=r"an adapter of Qwen/Qwen3-0.6B, not a model; merge it into its base"
+    ):
         ModelFolder.open(str(model), "teachers.t.model")
 
 

@@ -1,0 +1,45 @@
+"""Files of rows as other programs write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import DataError
+from understudy.rollout.dataset import load_dataset
+
+ROWS = [{"prompt": "1+1="}, {"prompt": "Wie viel ist 2+2? Größer als 3?"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES.encode()),
+        ("rows.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
+        ("rows.json", LINES.encode()),
+        ("rows.json", json.dumps(ROWS).encode()),
+        ("rows.json", b"\xef\xbb\xbf\n  " + json.dumps(ROWS, indent=2).encode()),
+    ],
+    ids=["lines", "lines by a program on Windows", "lines named .json", "a list", "an indented list"],
+)
+def test_rows_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    dataset = load_dataset(str(tmp_path / name), "data.train")
+    assert [dict(row) for row in dataset.rows] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('[{"prompt": "a"}, {"prompt"', r"data.train: .*rows.json begins as a list and is no readable JSON"),
+        ('[{"prompt": "a"}, 7]', r"rows.json, item 2 is an? int"),
+        ("[]", "is empty"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_told(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=told):
+        load_dataset(str(tmp_path / "rows.json"), "data.train")
