@@ -45,7 +45,8 @@ def without_suffix(name: str) -> str | None:
 def look_in(folders: Sequence[str]) -> None:
     """Append these folders to the Python path; being last, they cannot hide an installed module. The folders
     of an earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
-    if list(folders) == _added:
+    folders = list(dict.fromkeys(folders))
+    if folders == _added:
         return
     for folder in _added:
         if folder in sys.path:  # the program may have changed its path meanwhile

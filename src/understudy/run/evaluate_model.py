@@ -35,7 +35,7 @@ from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
-from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.rollout.rewards.rewards import Reward, Rewards, load_reward
 from understudy.rollout.row_length import longest_row
 from understudy.run.measurable import check_measurable
 from understudy.trainers.evaluation.best_checkpoint import best_step
@@ -125,7 +125,7 @@ class _Settings:
     source: str | Path | Sequence[str]
     place: str
     """The argument or recipe key that names `source`, for errors."""
-    reward: str
+    reward: Reward
     rollout: RolloutConfig
     k: int
 
@@ -141,15 +141,16 @@ class _Settings:
     ) -> _Settings:
         own, rollout = subject.data, subject.rollout
         source = own.eval if data is None and own else data
-        reward = reward or (own.reward if own else None)
-        assert source is not None and reward is not None  # by `check_measurable`
+        name = reward or (own.reward if own else None)
+        assert source is not None and name is not None  # by `check_measurable`
         k = subject.trainer.eval_k if k is None else k
         if k > 1 and rollout.temperature == 0:
             raise ConfigError(
                 "--k: this run samples at temperature 0, where all samples of a problem are the same"
             )
         given = {"agent": agent or rollout.agent, "max_new_tokens": max_new_tokens or rollout.max_new_tokens}
-        return cls(source, "--data" if data else "data.eval", reward, rollout.model_copy(update=given), k)
+        judge = load_reward(name, key="--reward" if reward else "data.reward")
+        return cls(source, "--data" if data else "data.eval", judge, rollout.model_copy(update=given), k)
 
 
 def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
@@ -212,7 +213,7 @@ def _evaluator(
     sampling = _sampling(rollout, student)
     loops = LoopChoice(rollout.agent, rollout.agent_options)
     stack.push_async_callback(loops.close)
-    rewards = Rewards([load_reward(settings.reward)], renderer)
+    rewards = Rewards([settings.reward], renderer)
     stack.push_async_callback(rewards.close)
     return Evaluator(
         engine, loops, rewards, renderer, sampling, context, rollout.max_batch, rollout.deadline_seconds, subject.seed

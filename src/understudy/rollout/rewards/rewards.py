@@ -45,13 +45,11 @@ class Reward:
         return shape_of(self.function) is Shape.TRAJECTORY
 
 
-def load_reward(name: str, weight: float = 1.0) -> Reward:
-    """Loads a reward by `"module:function"`; any callable object is accepted."""
-    function = load_object(name, "data.reward")
+def load_reward(name: str, weight: float = 1.0, key: str = "data.reward") -> Reward:
+    """Loads a reward by `"module:function"`; any callable object is accepted. `key`: what named it, for errors."""
+    function = load_object(name, key)
     if not callable(function):
-        raise ConfigError(
-            f'data.reward = "{name}" is a {type(function).__name__}; expected a function (row, text)'
-        )
+        raise ConfigError(f'{key} = "{name}" is a {type(function).__name__}; expected a function (row, text)')
     return Reward(name.partition(":")[2], function, weight)
 
 
