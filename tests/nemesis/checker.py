@@ -132,7 +132,7 @@ def _endings(found: History) -> Iterator[str]:
         if "terminate" in launch.faults:
             allowed |= STOP_CODES | {-9, -15}
         if AT_START in launch.faults and re.search(
-            rf"(ended with|exit) code -?\d+|Ray .* cannot be used|teacher \w+, replica \w+ did not|{LOST_MACHINE}",
+            rf"(ended with|exit) code -?\d+|process \S+ was killed by SIG|Ray .* cannot be used|teacher \w+, replica \w+ did not|{LOST_MACHINE}",
             launch.output,
         ):
             allowed.add(2)

@@ -173,11 +173,14 @@ class LocalProcesses:
         deadline = time.monotonic() + self._start_timeout
         while not ready_file.exists():
             if not child.alive:
-                words = _last_words(child.log, child.log_start)
-                died = ChildDied(
-                    f"{words}\n(process {child.name} ended with code {child.exit_code}; log: {child.log})"
-                )
-                died.killed = (child.exit_code or 0) < 0
+                code = child.exit_code or 0
+                if code < 0 and -code not in _CRASHES:
+                    told = child.exit_report(f"process {child.name}")
+                else:
+                    words = _last_words(child.log, child.log_start)
+                    told = f"{words}\n(process {child.name} ended with code {code}; log: {child.log})"
+                died = ChildDied(told)
+                died.killed = code < 0
                 raise died
             if time.monotonic() > deadline:
                 raise ClusterError(

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from understudy.assembly.ranks import forget_group
-from understudy.errors import GivenUp, RankLost
+from understudy.errors import ChildDied, GivenUp, RankLost
 from understudy.trainers.stopping import Interrupts
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,16 @@ async def with_restarts(
     """The result of `attempt`. It is repeated after a lost rank or critic, at most `allowed` times between
     two checkpoints.
 
-    A rank or critic that is lost, or stood still, after a stop request ends the run as stopped: the result is the step of the
-    last checkpoint.
+    A process that is killed while it is started again counts as lost. A rank or critic that is lost, or stood still, after a stop
+    request ends the run as stopped: the result is the step of the last checkpoint.
     """
     used, saved = 0, saved_step()
     while True:
         try:
             return await attempt()
-        except RankLost as lost:
+        except ChildDied as lost:
+            if not isinstance(lost, RankLost) and not (used and lost.killed):
+                raise
             now = saved_step()
             used, saved = (0 if now > saved else used), now
             again = not isinstance(lost, GivenUp) and used < allowed and await forget_group()

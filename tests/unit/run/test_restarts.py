@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from learning_rig import recipe_of
 
-from understudy.errors import ConfigError, PolicyError, RankLost
+from understudy.errors import ChildDied, ConfigError, PolicyError, RankLost
 from understudy.run.launch import _first_cause
 from understudy.run.restarts import with_restarts
 from understudy.trainers.stopping import Interrupts
@@ -47,6 +47,24 @@ def test_a_run_is_taken_up_as_often_as_it_gets_further() -> None:
         "going back to step 2 (restart 1 of 1)",
         "going back to step 4 (restart 1 of 1)",
     ]
+
+
+def test_a_process_that_is_killed_while_it_is_started_again_is_lost_once_more() -> None:
+    """The second kill of a critic used to end the launch with the process's words alone."""
+
+    def killed(*, by_a_signal: bool = True) -> ChildDied:
+        died = ChildDied("process critic was killed by SIGKILL")
+        died.killed = by_a_signal
+        return died
+
+    assert Runs((2, lost()), (2, killed()), (2, 9)).go(allowed=2) == 9
+    with pytest.raises(ChildDied, match=r"killed by SIGKILL; `understudy resume` goes on"):
+        Runs((2, lost()), (2, killed()), (2, 9)).go(allowed=1)
+    for script in ([(2, killed()), (2, 9)], [(2, lost()), (2, killed(by_a_signal=False)), (2, 9)]):
+        with pytest.raises(
+            ChildDied, match=r"killed by SIGKILL$"
+        ):  # at a launch's start, or by an error of its own
+            Runs(*script).go(allowed=2)
 
 
 def test_without_a_checkpoint_in_between_it_ends_with_the_ranks_words() -> None:
