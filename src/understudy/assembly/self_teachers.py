@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,7 +125,13 @@ class EarlierWeights:
                 f"{path} is missing: a teacher of this run lags behind the student and needs it; restore the file, or start a "
                 "new run"
             )
-        return list(load_file(path).items())
+        try:
+            return list(load_file(path).items())
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}): a teacher of this run lags behind the student and needs it; restore the file, or start "
+                "a new run"
+            ) from error
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version}.safetensors"

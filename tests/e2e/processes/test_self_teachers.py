@@ -219,7 +219,11 @@ def test_async_rows_are_scored_by_one_version_within_the_bound(own: Make) -> Non
 def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
     table = own("run", 1, 2, trainer__steps=3)
     run = understudy.train(table, progress=False).dir
-    (run / "teacher_weights" / "v1.safetensors").unlink()
+    earlier = run / "teacher_weights" / "v1.safetensors"
+    earlier.write_bytes(earlier.read_bytes()[:-100])
+    with pytest.raises(UnderstudyError, match=r"v1.safetensors is damaged .*: a teacher of this run lags"):
+        understudy.resume(run, progress=False, trainer__steps=4)
+    earlier.unlink()
     with pytest.raises(UnderstudyError, match=r"v1.safetensors is missing: a teacher of this run lags"):
         understudy.resume(run, progress=False, trainer__steps=4)
 
