@@ -69,13 +69,17 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     _require_source(path_or_hub_id)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, trust_remote_code=trust_remote_code, revision=revision
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}"
         ) from error
+    # Lengths are checked where prompts are rendered. A long tool result, which is cut later, is no reason for a warning.
+    told = getattr(tokenizer, "deprecation_warnings", {})  # mistral_common's tokenizers have none
+    told["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def context_length(model: PreTrainedModel) -> int:
