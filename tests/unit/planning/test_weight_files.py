@@ -69,7 +69,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut shard": (cut_shard, f"{SHARDS[1]} has .* its header promises"),
     "broken index": (broken_index, "is no index of weight files"),
     "config.json": (lambda m: (m / "config.json").write_text('{"vocab'), "config.json is not a JSON object"),
-    "no language model": (lambda m: (m / "config.json").write_text("{}"), "config.json has no vocab_size"),
     "generation_config.json": (lambda m: (m / "generation_config.json").write_text("["), "generation_config.json is not a JSON object"),
 }  # fmt: skip
 
@@ -118,6 +117,19 @@ def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
     )
     [problem] = preflight(recipe)
     assert told in problem and problem.startswith("student.model = ")
+
+
+def test_a_vocabulary_that_the_config_leaves_out_is_read_from_the_embedding_or_the_tokenizer(
+    model: Path,
+) -> None:
+    """As in Gemma 3 from 4B on, whose text_config has what differs from transformers' defaults."""
+    told = ModelFolder.open(str(model), "student.model").vocab_size
+    config = json.loads((model / "config.json").read_text())
+    del config["vocab_size"]
+    (model / "config.json").write_text(json.dumps(config))
+    assert ModelFolder.open(str(model), "student.model").vocab_size == told == 44
+    (model / "model.safetensors").unlink()  # a hub id: only the small files are there
+    assert ModelFolder(model).vocab_size == 44
 
 
 def test_shards_count_as_the_single_file_does_and_other_files_do_not(model: Path) -> None:

@@ -21,6 +21,7 @@ from understudy.planning.models.weight_files import incomplete, tensor_shapes, w
 from understudy.teacher.vocabulary import Vocabulary
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -83,8 +84,6 @@ class ModelFolder:
                 _optional(self.path / name)
             except (ValueError, TypeError) as error:
                 return f"{name} is not a JSON object ({error}); download or copy it again"
-        if not isinstance(self._text.get("vocab_size"), int):
-            return "config.json has no vocab_size; give the folder of a causal language model"
         return None
 
     @cached_property
@@ -96,9 +95,13 @@ class ModelFolder:
         """The language model's config; multimodal configs hold it one level down."""
         return dict(self.config.get("text_config") or self.config)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return int(self._text["vocab_size"])
+        """From config.json; where it leaves that to transformers (Gemma 3), from the embedding or the tokenizer."""
+        if (told := self._text.get("vocab_size")) is not None:
+            return int(told)
+        rows = [shape[0] for name, shape in self._shapes.items() if name.endswith(_EMBEDDINGS)]
+        return rows[0] if rows else max(self.token_ids.values(), default=-1) + 1
 
     @property
     def context(self) -> int | None:
