@@ -72,10 +72,13 @@ BUGS = {
         ),
     ),
     "shifted scores are accepted": one("pool", "teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
-    "an ejected replica is asked": one(
-        "pool", "teacher/pool/supervisor.py",
-        "for replica in self.replicas.values() if replica.health.state is State.SUSPECT\n",
-        "for replica in self.replicas.values() if replica.client is not None\n",
+    "an ejected replica is asked": Bug(
+        "pool",
+        (
+            ("teacher/pool/supervisor.py", "for replica in self.replicas.values() if replica.health.state is State.SUSPECT\n",
+             "for replica in self.replicas.values() if replica.client is not None\n"),
+            ("teacher/pool/pool.py", "if not replica.health.usable:", "if False:"),
+        ),
     ),
     "a replica comes back without its probe": one(
         "pool", "teacher/pool/supervisor.py",

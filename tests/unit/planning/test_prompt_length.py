@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizers import chat_tokenizer
+from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from understudy.config import parse_recipe
@@ -21,7 +22,7 @@ def test_tools_with_marks_of_html_have_the_length_they_are_rendered_with(family:
     tokenizer = chat_tokenizer(family)
     tokenizer.save_pretrained(tmp_path)
     Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     recipe = parse_recipe({"student": {"model": str(tmp_path)}, "teachers": {"t": {"model": str(tmp_path)}}, "data": {"train": "rows.jsonl"}})  # fmt: skip
     row = {"messages": [{"role": "user", "content": "is 1 < 2?"}], "tools": [TOOL]}
     found = prompt_length(ModelFolder.open(str(tmp_path), "student.model"), recipe)(row)
