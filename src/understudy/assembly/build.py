@@ -141,7 +141,7 @@ async def build(
             teachers.pools,
             policy,
             run.path,
-            checkpoints.resumable,
+            checkpoints.needed,
         )
         await publisher.publish(0)
         if self_teachers is not None:

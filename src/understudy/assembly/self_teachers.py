@@ -99,7 +99,7 @@ class EarlierWeights:
     """Published weights by version, in the run directory, so that a resumed run finds them."""
 
     def __init__(self, folder: Path, in_use: Callable[[], Sequence[int]]) -> None:
-        """`in_use`: the steps of checkpoints that a resume may load."""
+        """`in_use`: the steps of checkpoints that a resume may load, those being saved included."""
         self._folder = folder
         self._in_use = in_use
 

@@ -21,6 +21,7 @@ from understudy.assembly.teacher_processes import LocalTeachers
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.metrics import without_clock
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.serving.endpoint import Endpoint
 
 Make = Callable[..., dict[str, Any]]
@@ -213,6 +214,28 @@ def test_async_rows_are_scored_by_one_version_within_the_bound(own: Make) -> Non
             assert apart(published(run, version), teacher, columns) < 1e-5
             seen.add(age)
     assert seen >= {0, 1} or seen >= {1, 2}
+
+
+def test_a_checkpoint_that_is_written_for_long_keeps_the_weights_that_its_resume_needs(
+    own: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer publishes meanwhile. It used to remove what no finished checkpoint needed, so that the run could not be resumed."""
+    table = own("run", 1, 1, trainer__steps=5, trainer__checkpoint_every=2, trainer__async_save=True)
+    folder = Path(table["run"]["dir"]) / "teacher_weights"
+    save, needed = CheckpointStore.save, dict[int, bool]()
+
+    def slowly(store: CheckpointStore, step: int, *rest: Any) -> Path:
+        deadline = time.monotonic() + 20
+        while step < 5 and not (folder / f"v{step + 1}.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.1)  # what is not needed is removed right after
+        found = save(store, step, *rest)
+        needed[step] = (folder / f"v{step - 1}.safetensors").exists()
+        return found
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    understudy.train(table, progress=False)
+    assert needed[2] and needed[4], needed
 
 
 @pytest.mark.slow

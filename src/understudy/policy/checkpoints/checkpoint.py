@@ -80,6 +80,8 @@ class CheckpointStore:
             )
         self.root = Path(root)
         self.keep = keep
+        self.begun: int | None = None
+        """The newest step whose save has begun; set by the trainer, which goes on while a save is written."""
         self._cleared = False
 
     def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> Path:
@@ -151,6 +153,10 @@ class CheckpointStore:
         only to be used as a model."""
         latest = self.latest()
         return [step for step in self.steps() if latest is not None and step <= latest][-self.keep :]
+
+    def needed(self) -> list[int]:
+        """The steps that a resume may return to now, and the one that it may return to once it is saved."""
+        return [*self.resumable(), *([] if self.begun is None else [self.begun])]
 
     def latest(self) -> int | None:
         """The step that `latest` names, or the newest one if that file is missing; None without any
