@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, one, planted_files, seeds_until_found
+from planted import PACKAGE, Bug, one, planted_files, seeds_until_found
 from schedules import NETWORK
 
 SEEDS = 8
@@ -153,8 +153,11 @@ NEEDING = {
 
 @pytest.mark.parametrize("name", [*BUGS, *NEEDING])
 def test_every_bug_can_be_planted(name: str) -> None:
-    for file, text in planted_files({**BUGS, **NEEDING}[name]).items():
+    files = planted_files({**BUGS, **NEEDING}[name])
+    assert files
+    for file, text in files.items():
         compile(text, file, "exec")
+        assert text != (PACKAGE / file).read_text()
 
 
 @pytest.mark.faults

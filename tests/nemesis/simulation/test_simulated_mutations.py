@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, one, planted_files, seeds_until_found
+from planted import PACKAGE, Bug, one, planted_files, seeds_until_found
 
 SIMULATE = Path(__file__).with_name("simulate.py")
 STEPS = {"run": 20_000, "pool": 20_000, "health": 10_000, "slots": 10_000}
@@ -123,8 +123,11 @@ BUGS = {
 
 @pytest.mark.parametrize("name", BUGS)
 def test_every_simulated_bug_can_be_planted(name: str) -> None:
-    for file, text in planted_files(BUGS[name]).items():
+    files = planted_files(BUGS[name])
+    assert files
+    for file, text in files.items():
         compile(text, file, "exec")
+        assert text != (PACKAGE / file).read_text()
 
 
 @pytest.mark.faults
