@@ -99,7 +99,7 @@ class _Launch:
 
 
 @dataclass(frozen=True)
-class _Texts:
+class _Inputs:
     """The student as it was loaded, and everything that it and the teachers read."""
 
     student: LoadedModel
@@ -128,10 +128,10 @@ async def build(
         launch = await _prepare(recipe, run, processes, view, stack)
         settings = launch.settings
         coming = _starting_critic(launch)
-        texts = await _texts(launch, data)
+        inputs = await _inputs(launch, data)
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
-        engine, teachers = await _engine_and_teachers(launch, texts, remote_scoring)
-        policy = await _policy(launch, texts)
+        engine, teachers = await _engine_and_teachers(launch, inputs, remote_scoring)
+        policy = await _policy(launch, inputs)
         publisher = publisher_of(settings.engine, policy, engine)
         checkpoints = _checkpoints(recipe, run)
         self_teachers = self_teachers_of(
@@ -147,7 +147,7 @@ async def build(
         if self_teachers is not None:
             await self_teachers.publish(0)
         critic = await _critic(launch, coming)
-        reference = await _reference(launch, texts)
+        reference = await _reference(launch, inputs)
         plane = await open_plane(
             recipe.dataplane,
             run,
@@ -162,10 +162,10 @@ async def build(
             policy,
             teachers.heads,
             stack,
-            pictures=texts.student.pictures is not None,
-            aligned=tuple(texts.vocabularies.aligned),
+            pictures=inputs.student.pictures is not None,
+            aligned=tuple(inputs.vocabularies.aligned),
         )
-        renderer = renderer_of(settings.engine, recipe.data, texts.student)
+        renderer = renderer_of(settings.engine, recipe.data, inputs.student)
         loops = await _loops(launch, renderer, plane)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
@@ -173,19 +173,19 @@ async def build(
         for part in (policy, critic):
             if isinstance(part, LeadingPolicy | RemoteCritic):
                 stack.callback(part.expect_exit)
-        sampling = sampling_of(settings.engine, texts.student, texts.vocabularies.usable)
+        sampling = sampling_of(settings.engine, inputs.student, inputs.vocabularies.usable)
         rollouts = rollouts_of(
             loops,
             rewards,
             sampling,
             state,
             remote_scoring,
-            pictures=texts.student.pictures is not None,
-            session_facts=bool(texts.teacher_prompts.session_facts),
+            pictures=inputs.student.pictures is not None,
+            session_facts=bool(inputs.teacher_prompts.session_facts),
         )
         producer = Producer(
             settings=settings.produce,
-            cursor=PromptCursor(texts.rows.train, recipe.run.seed, recipe.data.shuffle),
+            cursor=PromptCursor(inputs.rows.train, recipe.run.seed, recipe.data.shuffle),
             renderer=renderer,
             sampling=sampling,
             engine=engine,
@@ -206,13 +206,13 @@ async def build(
                 teachers.pools,
                 router_of(settings.teachers, teachers.pools),
                 teacher_queues(teachers.pools, settings.compute.deterministic),
-                texts.teacher_prompts,
-                aligners_of(texts.student, texts.others, texts.vocabularies.usable),
+                inputs.teacher_prompts,
+                aligners_of(inputs.student, inputs.others, inputs.vocabularies.usable),
                 partial(manifests_of, teachers.pools),
                 None if self_teachers is None else self_teachers.gate,
             ),
-            eval_prompts=eval_prompts(texts.rows.eval, recipe.trainer.eval_samples)
-            if texts.rows.eval and recipe.data.reward
+            eval_prompts=eval_prompts(inputs.rows.eval, recipe.trainer.eval_samples)
+            if inputs.rows.eval and recipe.data.reward
             else [],
             state=state,
         )
@@ -265,7 +265,7 @@ def _starting_critic(launch: _Launch) -> StartingCritic | None:
     return StartingCritic(settings, launch.run, launch.processes, launch.seating, launch.gpus, launch.stack)
 
 
-async def _texts(launch: _Launch, data: PromptData | None) -> _Texts:
+async def _inputs(launch: _Launch, data: PromptData | None) -> _Inputs:
     """Loads the student, compares the tokenizers, and reads the prompts unless they are given."""
     recipe, settings, view = launch.recipe, launch.settings, launch.view
     with view.work(f"loading the student {recipe.student.model}"):
@@ -291,21 +291,21 @@ async def _texts(launch: _Launch, data: PromptData | None) -> _Texts:
     teacher_prompts = teacher_prompts_of(
         recipe.teachers, recipe.rollout, student.tokenizer, others, usable, launch.stack
     )
-    return _Texts(student, pictures, replace(vocabularies, usable=usable), others, rows, teacher_prompts)
+    return _Inputs(student, pictures, replace(vocabularies, usable=usable), others, rows, teacher_prompts)
 
 
 async def _engine_and_teachers(
-    launch: _Launch, texts: _Texts, remote_scoring: RemoteScoring | None
+    launch: _Launch, inputs: _Inputs, remote_scoring: RemoteScoring | None
 ) -> tuple[Engine, Teachers]:
     """Teachers start while the prompts are measured, the engine after that. A teacher that sits in the engine's
     processes needs them first."""
     recipe, settings, stack = launch.recipe, launch.settings, launch.stack
     # Renders every prompt, on a thread while teachers start.
     longest = asyncio.create_task(
-        asyncio.to_thread(longest_request, settings.engine, recipe.data, texts.student, texts.rows)
+        asyncio.to_thread(longest_request, settings.engine, recipe.data, inputs.student, inputs.rows)
     )
     stack.callback(longest.cancel)
-    engine = await _engine(launch, texts, longest) if settings.engine.scored_base is not None else None
+    engine = await _engine(launch, inputs, longest) if settings.engine.scored_base is not None else None
     teachers = await start_teachers(
         settings.teachers,
         launch.processes,
@@ -314,10 +314,10 @@ async def _engine_and_teachers(
             settings.engine,
             recipe.data,
             recipe.teachers,
-            texts.student,
-            texts.rows.train,
-            texts.teacher_prompts,
-            texts.vocabularies,
+            inputs.student,
+            inputs.rows.train,
+            inputs.teacher_prompts,
+            inputs.vocabularies,
         ),
         launch.view,
         secrets.token_urlsafe(24),
@@ -327,28 +327,28 @@ async def _engine_and_teachers(
     stack.push_async_callback(teachers.close)
     await stack.enter_async_context(open_for_requests(launch.run, teachers))
     if engine is None:
-        engine = await _engine(launch, texts, longest)
+        engine = await _engine(launch, inputs, longest)
     return engine, teachers
 
 
-async def _engine(launch: _Launch, texts: _Texts, longest: Awaitable[int | None]) -> Engine:
+async def _engine(launch: _Launch, inputs: _Inputs, longest: Awaitable[int | None]) -> Engine:
     """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
 
     The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
     into it), or trains while rollouts continue. `longest` as in `open_engine`."""
     devices = rollout_devices(launch.recipe.rollout, launch.seating, launch.gpus)
     engine = await open_engine(
-        launch.settings.engine, texts.student, launch.processes, launch.view, devices, await longest
+        launch.settings.engine, inputs.student, launch.processes, launch.view, devices, await longest
     )
     launch.stack.push_async_callback(engine.close)
     return engine
 
 
-async def _policy(launch: _Launch, texts: _Texts) -> Policy | LeadingPolicy:
-    own = policy_settings(launch.settings.learn, texts.vocabularies.usable)
+async def _policy(launch: _Launch, inputs: _Inputs) -> Policy | LeadingPolicy:
+    own = policy_settings(launch.settings.learn, inputs.vocabularies.usable)
     on_bad_rows = partial(keep_refused, launch.run, "student")
     ranks = launch.settings.learn.trainer.ranks
-    student = texts.student
+    student = inputs.student
     if ranks == 1:
         return Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
     return await start_ranks(
@@ -366,11 +366,11 @@ async def _critic(launch: _Launch, coming: StartingCritic | None) -> ValueModel 
     return await asyncio.to_thread(critic_of, launch.settings.critic, on_bad_rows)
 
 
-async def _reference(launch: _Launch, texts: _Texts) -> ReferenceModel | None:
+async def _reference(launch: _Launch, inputs: _Inputs) -> ReferenceModel | None:
     if (source := launch.settings.reference) is None:
         return None
     lanes = launch.settings.compute.lanes
-    return await asyncio.to_thread(reference_of, source, lanes, texts.vocabularies.usable, texts.pictures)
+    return await asyncio.to_thread(reference_of, source, lanes, inputs.vocabularies.usable, inputs.pictures)
 
 
 async def _loops(launch: _Launch, renderer: Renderer, plane: Any) -> Loops:

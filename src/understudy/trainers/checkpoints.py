@@ -105,7 +105,6 @@ async def save_despite(system: System, step: int, error: Exception) -> None:
 async def save_checkpoint(system: System, step: int) -> None:
     """Returns when training may continue. `finish_saving` also waits for the disk."""
     kept, trainer = system.state, system.learner.settings.trainer
-    kept.saves.store.begun = step
     with kept.spans.span("checkpoint", step=step):
         await finish_saving(kept)
         try:

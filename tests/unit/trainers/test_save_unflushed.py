@@ -21,7 +21,7 @@ def test_a_flush_that_fails_is_told_as_a_checkpoint_that_is_not_saved(tmp_path: 
         raise OSError(errno.EIO, "Input/output error")
 
     state = SimpleNamespace(
-        saves=SimpleNamespace(under_way=set(), store=SimpleNamespace()),
+        saves=SimpleNamespace(under_way=set()),
         spans=SimpleNamespace(span=lambda *_, **__: nullcontext()),
         plane=SimpleNamespace(sync=fails),
         run=SimpleNamespace(path=tmp_path),
@@ -42,9 +42,7 @@ def test_the_wait_for_the_save_before_counts_as_time_of_checkpoints(tmp_path: Pa
 
         spans = Spans(None)
         state = SimpleNamespace(
-            saves=SimpleNamespace(
-                under_way={asyncio.create_task(asyncio.sleep(0.3))}, store=SimpleNamespace()
-            ),
+            saves=SimpleNamespace(under_way={asyncio.create_task(asyncio.sleep(0.3))}),
             view=SimpleNamespace(work=lambda text: nullcontext()),
             spans=spans,
             plane=SimpleNamespace(sync=fails),

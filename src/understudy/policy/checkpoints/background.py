@@ -31,6 +31,7 @@ class BackgroundSaver:
         With `copied = False` the policy must not change before that."""
         self.wait()
         state = policy.detached() if copied else policy
+        self.store.begun = step  # not by the writer, which may begin after the next publish
         self._pending = self._writer.submit(self.store.save, step, state, dict(extra or {}))
         return self._pending
 

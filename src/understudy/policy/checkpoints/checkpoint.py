@@ -81,7 +81,7 @@ class CheckpointStore:
         self.root = Path(root)
         self.keep = keep
         self.begun: int | None = None
-        """The newest step whose save has begun; set by the trainer, which goes on while a save is written."""
+        """The newest step whose save has begun; set by `BackgroundSaver`."""
         self._cleared = False
 
     def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> Path:
@@ -138,9 +138,10 @@ class CheckpointStore:
         raise CheckpointError(f"no checkpoint in {self.root}; was one saved before the run stopped?")
 
     def remove_after(self, step: int) -> None:
-        """Removes the checkpoints newer than `step`. A run that goes back past a damaged one calls it: the damaged
-        one would count among the `keep` newest, and push out the only whole one."""
-        for newer in (one for one in self.steps() if one > step):
+        """Removes the checkpoints after `step`, up to the latest. A run that goes back past damaged ones calls it: a
+        damaged one would count among the `keep` newest, and push out the only whole one."""
+        latest = self.latest() or 0
+        for newer in (one for one in self.steps() if step < one <= latest):
             self._remove(newer)
             logger.warning("the checkpoint of step %d in %s is removed", newer, self.root)
 

@@ -19,10 +19,10 @@ from understudy.trainers.system import Tally
 
 
 class SlowStore(CheckpointStore):
-    begun = False
+    writing = False
 
     def save(self, *args: Any, **kwargs: Any) -> Path:
-        self.begun = True
+        self.writing = True
         time.sleep(0.5)
         return super().save(*args, **kwargs)
 
@@ -43,7 +43,7 @@ def test_the_end_of_a_run_waits_for_what_is_being_written(tmp_path: Path, beside
     async def lost_meanwhile(system: Any) -> None:
         """As when a rank is lost while the step is saved."""
         saving = asyncio.create_task(save_checkpoint(system, 3))
-        while not store.begun:
+        while not store.writing:
             await asyncio.sleep(0.01)
         saving.cancel()
         await asyncio.wait({saving})
