@@ -206,7 +206,12 @@ def points_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if "val/accuracy" in line:
             known = {name: [one[key] for one in since if key in one] for name, key in KEPT.items()}
             means = {name: round(mean(values), 5) for name, values in known.items() if values}
-            points.append({"step": line["step"], "accuracy": line["val/accuracy"], **means})
+            sources = {
+                key.removeprefix("val/"): value
+                for key, value in line.items()
+                if key.startswith("val/accuracy/")
+            }
+            points.append({"step": line["step"], "accuracy": line["val/accuracy"], **sources, **means})
             since = []
     return points
 

@@ -37,9 +37,10 @@ COLUMNS = {
 ADDED = {
     "tail": {"student_mass": ("student's mass on the K", "{:.3f}")},
     "staleness": {"staleness": ("mean age of rows", "{:.2f}")},
+    "teachers": {"accuracy/add": ("right sums", "{:.1%}"), "accuracy/sort": ("right orders", "{:.1%}")},
 }
 """Of single groups."""
-PANELS = ("topk", "tail", "candidates", "group", "staleness", "temperature")
+PANELS = ("topk", "tail", "candidates", "group", "staleness", "temperature", "teachers")
 DETAIL = (("tail", "student_mass"), ("tail", "entropy"))
 LABELS = {
     "accuracy": "accuracy on held-out problems",

@@ -48,12 +48,12 @@ def test_points_have_the_means_since_the_evaluation_before() -> None:
     lines = [
         {"step": 0, "val/accuracy": 0.1},
         {"step": 1, "actor/entropy": 1.0},
-        {"step": 2, "actor/entropy": 2.0, "val/accuracy": 0.2},
+        {"step": 2, "actor/entropy": 2.0, "val/accuracy": 0.2, "val/accuracy/add": 0.4},
         {"step": 3, "actor/entropy": 5.0, "val/accuracy": 0.3},
     ]
     assert points_of(lines) == [
         {"step": 0, "accuracy": 0.1},
-        {"step": 2, "accuracy": 0.2, "entropy": 1.5},
+        {"step": 2, "accuracy": 0.2, "accuracy/add": 0.4, "entropy": 1.5},
         {"step": 3, "accuracy": 0.3, "entropy": 5.0},
     ]
 
