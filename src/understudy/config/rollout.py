@@ -104,9 +104,17 @@ class RolloutConfig(Section):
     overlong: Literal["keep", "drop"] = "keep"
     """`drop`: responses cut off by `max_new_tokens` carry no loss; they are incomplete, not wrong."""
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Over the last this many of `max_new_tokens`, the reward falls linearly by `overlong_penalty`."""
+    """Over the last this many of `max_new_tokens`, the reward falls linearly by `overlong_penalty`; of
+    `max_trajectory_tokens` where a trajectory has several turns."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Subtracted from the reward of a response of full length (`overlong_buffer`)."""
+
+    @property
+    def trajectory_budget(self) -> int | None:
+        """Most tokens that the student writes in a trajectory; None: as many as its context holds."""
+        if self.agent == "single_turn":
+            return min(self.max_new_tokens, self.max_trajectory_tokens or self.max_new_tokens)
+        return self.max_trajectory_tokens
 
     @property
     def starts_servers(self) -> bool:

@@ -143,6 +143,11 @@ def describe_objective(
             term = _policy_formula(term, clip_low, clip_high, dual_clip, tis_cap)
     drops = distill_coef > 0 and resolved in DIVERGENCE_FORMULAS and signal == "topk" and tail == "drop"
     notes += _candidate_clamp_notes(drops, log_prob_min_clamp, clamp_at_zero)
+    if teacher_temperature != 1.0 and distill_coef > 0 and resolved not in DIVERGENCE_FORMULAS:
+        raise LossInputError(
+            f"teacher_temperature = {teacher_temperature:g} needs a divergence: {kind} compares the log-probabilities of the written "
+            "token at temperature 1"
+        )
     if teacher_temperature != 1.0 and signal != "hidden":
         raise LossInputError(
             f"teacher_temperature = {teacher_temperature:g} needs signal = 'hidden': the {signal!r} signal carries "

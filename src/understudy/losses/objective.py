@@ -32,7 +32,8 @@ class Objective(ObjectiveSettings):
         """Loss of one micro-batch; `.loss.backward()` reaches the hidden states (or logits), head weight and bias."""
         student = self._shared_vocabulary(student, inputs)
         self._check(student, inputs)
-        if self.policy_gradient and self.discount > 0 and inputs.distill_advantages_N is None:
+        discounted = self.distill_coef > 0 and self.policy_gradient and self.discount > 0
+        if discounted and inputs.distill_advantages_N is None:
             inputs = inputs.with_distill_advantages(self._discounted(inputs))
         if isinstance(student, StudentLogits):
             loss, columns = plain_token_losses(self, student, inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from understudy.config import LossConfig
+from understudy.config.rollout import RolloutConfig
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 
 _SHARED = (
@@ -30,3 +31,14 @@ def describe(loss: LossConfig) -> ObjectiveDescription:
         student_temperature=loss.student_temperature,
         teacher_temperature=loss.teacher_temperature,
     )
+
+
+def sampling_notes(loss: LossConfig, rollout: RolloutConfig) -> list[str]:
+    """Whether a policy gradient weighs tokens by another distribution than the one they are drawn from."""
+    policy_gradient = loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0)
+    if not policy_gradient or rollout.temperature in (0.0, loss.student_temperature):
+        return []
+    return [
+        f"rollout.temperature = {rollout.temperature:g} and loss.student_temperature = {loss.student_temperature:g} differ: the ratio of "
+        "the policy gradient is not 1 on fresh rows, and is clipped where it is far from 1; set both to one value"
+    ]

@@ -38,7 +38,7 @@ from understudy.planning.models.config_checks import models_load, topk_fits
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems, tokens_lacked
-from understudy.planning.objective import describe
+from understudy.planning.objective import describe, sampling_notes
 from understudy.planning.overlong import PromptLimits, prompt_limits
 from understudy.planning.reward_check import check_reward
 from understudy.planning.seating import seat
@@ -154,6 +154,7 @@ def preflight(
     here = starting and recipe.cluster.backend == "local"
     checks = _Checks(recipe, findings or Findings(), SlowWork(enabled=progress), here)
     checks.attempt(describe, recipe.loss)
+    checks.findings.notes += sampling_notes(recipe.loss, recipe.rollout)
     models = checks.models()
     schemas = checks.agent_loops()
     prompts = checks.prompts(models, schemas)

@@ -119,7 +119,7 @@ def objective(draft: Draft) -> None:
             "loss.reduction is token-mean, seq-mean-token-sum or seq-mean-token-mean",
         )
     temperature = float(draft.get("actor_rollout_ref.rollout.temperature", 1.0))
-    if temperature not in (0.0, 1.0) and distilling:
+    if temperature not in (0.0, 1.0) and (task or distilling):
         draft.follow(
             "loss.student_temperature",
             temperature,

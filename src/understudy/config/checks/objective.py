@@ -175,10 +175,17 @@ def _filters(recipe: RecipeTables) -> list[str]:
             "rollout.filter_groups throws away prompts without a reward signal, and loss.task_coef = 0 uses none"
         )
     if rollout.overlong_buffer is not None:
-        if rollout.overlong_buffer > rollout.max_new_tokens:
+        budget = rollout.trajectory_budget
+        named = "max_new_tokens" if budget == rollout.max_new_tokens else "max_trajectory_tokens"
+        if budget is None:
             problems.append(
-                f"rollout.overlong_buffer = {rollout.overlong_buffer} is longer than rollout.max_new_tokens = "
-                f"{rollout.max_new_tokens}; it is the last stretch of it"
+                f"rollout.overlong_buffer with rollout.agent = {rollout.agent!r}: it is the last stretch of what all turns may have "
+                "together; set rollout.max_trajectory_tokens"
+            )
+        elif rollout.overlong_buffer > budget:
+            problems.append(
+                f"rollout.overlong_buffer = {rollout.overlong_buffer} is longer than rollout.{named} = {budget}; it is the last "
+                "stretch of it"
             )
         if recipe.loss.task_coef == 0:
             problems.append("rollout.overlong_buffer lowers task rewards, and loss.task_coef = 0 uses none")

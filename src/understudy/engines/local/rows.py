@@ -185,14 +185,14 @@ class DecodingRows:
         return self._end_rows(news_3B[2] > 0)
 
     def _end_rows(self, stopped_B: np.ndarray) -> list[DecodingRow]:
-        full_B = self._left_B <= self._step
-        ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | self._stop_strings_B()))
+        full_B, said_B = self._left_B <= self._step, self._stop_strings_B()
+        ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | said_B))
         for i in ended:
             self._collect(i)
             if stopped_B[i]:
                 self.rows[i].stop_reason = StopReason.EOS
             else:
-                self.rows[i].stop_reason = StopReason.LENGTH if full_B[i] else StopReason.STOP_STRING
+                self.rows[i].stop_reason = StopReason.STOP_STRING if said_B[i] else StopReason.LENGTH
             self._alive_B[i] = False
         return [self.rows[i] for i in ended]
 

@@ -48,17 +48,19 @@ def correction_settings(loss: LossConfig) -> CorrectionSettings:
     return CorrectionSettings(chosen.weigh, chosen.cap, chosen.drop, chosen.low, chosen.high)
 
 
-def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
-    """Whether the loss needs the trainer's logprobs from before the step.
-
-    With one update they equal those of the update's own forward pass, so the ratio is 1. A divergence has no
-    ratio.
-    """
-    if loss.correction.measure or correction_settings(loss).active:
-        return True
-    if loss.kl_coef > 0 and loss.kl_in == "reward":
+def anchors_on_old(loss: LossConfig, updates: int) -> bool:
+    """Whether ratios are taken to the trainer's logprobs from before the step. Otherwise they are taken to those the
+    tokens were sampled with. A divergence has no ratio."""
+    if correction_settings(loss).active:
         return True
     return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
+
+
+def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
+    """Whether the trainer's logprobs from before the step are computed: as the anchor, to measure the mismatch, or for
+    a penalty in the reward."""
+    penalty = loss.kl_coef > 0 and loss.kl_in == "reward"
+    return anchors_on_old(loss, updates) or loss.correction.measure or penalty
 
 
 def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
@@ -111,6 +113,8 @@ class Prepared:
 
     batch: BatchRef
     old_logprobs: Jagged | None = None
+    anchor: Jagged | None = None
+    """`old_logprobs` if ratios are taken to them."""
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -136,6 +140,8 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
                 lambda tokens: learner.policy.logprobs(batch, tokens, loss.student_temperature),
             )
         ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
+        # Not for a measurement alone, which must leave the objective as it is.
+        ready.anchor = ready.old_logprobs if anchors_on_old(loss, updates) else None
     max_tokens = learner.micro_batches.tokens
     if learner.reference is not None:
         with ready.timed("reference"):
@@ -145,7 +151,7 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
         if values is not None:
             with ready.timed("values"):
                 ready.batch = ready.batch.with_columns(values=values())
-        rewards = penalised(ready.batch, rollout.max_new_tokens, rollout.overlong_buffer,
+        rewards = penalised(ready.batch, rollout.trajectory_budget, rollout.overlong_buffer,
                             rollout.overlong_penalty)  # fmt: skip
         ready.batch = ready.batch.with_rewards(rewards)
         penalty = _reference_penalty(ready, loss.kl_coef, loss.kl_kind) if loss.kl_in == "reward" else None
@@ -219,9 +225,11 @@ def with_advantages(
     return batch.with_columns(advantages=drawn.spread(advantages_N), returns=drawn.spread(returns_N))
 
 
-def penalised(batch: BatchRef, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
+def penalised(
+    batch: BatchRef, max_length: int | None, buffer: int | None, penalty: float
+) -> tuple[float, ...]:
     """The rewards after the soft over-long penalty."""
-    if buffer is None:
+    if buffer is None or max_length is None:
         return batch.rewards
     return tuple(
         reward + penalty * overlong_penalty(length, max_length, buffer)

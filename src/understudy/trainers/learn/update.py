@@ -121,7 +121,7 @@ def _teach_student(
     results = []
     for number, rows in enumerate(parts, start=1):
         part, weights = _cut(ready.batch, rows, settings.loss.reduction)
-        old = ready.old_logprobs
+        old = ready.anchor
         learn_part = partial(
             learner.policy.update,
             part,

@@ -113,6 +113,15 @@ def test_one_update_is_the_policy_s_own() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_measuring_the_mismatch_does_not_change_the_update() -> None:
+    batch, plain, measured = batch_of(), learner_of(recipe_of()), learner_of(recipe_of(loss={"correction": {"measure": True}}))
+    without, result = learn(plain, batch), learn(measured, batch)
+    assert "old_logprobs" in result.seconds
+    assert (result.loss, result.grad_norm) == (without.loss, without.grad_norm)
+    assert result.metrics["actor/pg_clipfrac"] == without.metrics["actor/pg_clipfrac"]
+    assert_same_weights(measured.policy.model, plain.policy.model)
+
+
 def with_given(batch: Batch, given: set[int]) -> Batch:
     """These rows as answers of the data: without logprobs, and with rewards that no student has."""
     origins = tuple("data" if row in given else "student" for row in range(len(batch)))
@@ -320,9 +329,8 @@ def test_reference_penalty_by_hand(where: str) -> None:
     terms = []
     for row, logp in enumerate(logps):
         sibling = rewards[row + 1 if row % 2 == 0 else row - 1]
-        # The anchor is the engine's logprob where no old one was computed.
-        anchor = logp.detach() if where == "reward" else batch.behaviour_logprobs[row][batch.loss_mask[row]]
-        ratio = (logp - anchor).exp()
+        # With one update the anchor is the engine's logprob.
+        ratio = (logp - batch.behaviour_logprobs[row][batch.loss_mask[row]]).exp()
         terms.append(clipped(ratio, torch.full_like(ratio, rewards[row] - sibling)))
     loss = torch.cat(terms).mean() + (torch.cat(leashes).mean() if leashes else 0.0)
     take_step(loss, student, adamw(student))
