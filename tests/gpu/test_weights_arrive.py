@@ -17,8 +17,9 @@ from device_world import World
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.local.engine import HFEngine, sharing_copy
+from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.scheduler import Batching
+from understudy.nn.pretrained import sharing_copy
 from understudy.weights.publish import SharedWeights
 
 DEVICES = [

@@ -103,9 +103,9 @@ class EarlierWeights:
         self._folder = folder
         self._in_use = in_use
 
-    def save(self, version: int, tensors: Sequence[tuple[str, Tensor]], behind: int) -> None:
-        """Also removes versions that neither this run nor a resume needs: more than `behind` before this one
-        and before every checkpoint."""
+    def save(self, version: int, tensors: Sequence[tuple[str, Tensor]], publishes: int, every: int) -> None:
+        """Also removes versions that neither this run nor a resume needs: more than so many publishes, one in `every`
+        steps, before this one and before the last publish of every checkpoint."""
         self._folder.mkdir(exist_ok=True)
         path, temporary = self._path(version), self._folder / f".v{version}.tmp"
         save_file({name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}, temporary)
@@ -115,7 +115,7 @@ class EarlierWeights:
         newest = [version, *self._in_use()]
         for old in self._folder.glob("v*.safetensors"):
             number = int(old.stem[1:])
-            if not any(last - behind <= number <= last for last in newest):
+            if not any(0 <= step // every * every - number <= publishes * every for step in newest):
                 old.unlink(missing_ok=True)
 
     def load(self, version: int) -> list[tuple[str, Tensor]]:
@@ -160,13 +160,12 @@ class SelfTeachers:
         lags = [lag for lag in self.versions.values() if isinstance(lag, int)]
         if lags and version % self.updates_per_publish == 0:
             weights = await asyncio.to_thread(self.source.named_weights)
-            await asyncio.to_thread(self.earlier.save, version, weights, max(lags) * self.updates_per_publish)
+            await asyncio.to_thread(self.earlier.save, version, weights, max(lags), self.updates_per_publish)
         await self.gate.close()
-        try:
-            for name, kind in self.versions.items():
-                await self._change(name, kind, version)
-        finally:
-            self.gate.open()
+        for name, kind in self.versions.items():
+            await self._change(name, kind, version)
+        # Not after an error or a cancellation: the run ends, and the rows that wait are scored by the next launch.
+        self.gate.open()
 
     async def _change(self, name: str, kind: str | int, version: int) -> None:
         if isinstance(kind, int):

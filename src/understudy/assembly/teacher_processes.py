@@ -224,6 +224,7 @@ class EngineTeachers:
 
     def forget(self, replica: str) -> None:
         self.endpoints.pop(replica, None)
+        self._sits_in.pop(replica, None)
 
 
 class VLLMTeachers:

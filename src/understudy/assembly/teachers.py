@@ -151,7 +151,11 @@ class Teachers:
     async def add(self, teacher: str, url: str | None = None) -> str:
         """Adds a replica to a running run: a new process, or the server at `url`. Returns its name."""
         pool = self._pool(teacher)
-        name = str(max((int(replica) for replica in pool.replicas), default=-1) + 1)
+        taken, launcher = {int(replica) for replica in pool.replicas}, self.launchers.get(teacher)
+        if isinstance(launcher, EngineTeachers):  # replica i sits in engine process i
+            name = str(min(set(range(len(taken) + 1)) - taken))
+        else:
+            name = str(max(taken, default=-1) + 1)
         if url is None and teacher not in self.launchers:
             raise TeacherError(f"teacher {teacher} is external: say where its new replica answers (--url)")
         if url is not None and teacher in self.launchers:

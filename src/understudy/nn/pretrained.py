@@ -1,7 +1,9 @@
-"""Loads a causal language model for training, scoring or generation, with one-line errors."""
+"""Loads a causal language model for training, scoring or generation, with one-line errors; copies one without its tensors."""
 
 from __future__ import annotations
 
+import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +54,15 @@ def load_causal_lm(
             f'attention out, or set "eager"'
         )
     return model
+
+
+def sharing_copy(model: Any) -> Any:
+    """A copy of the modules of `model` that shares its tensors."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, memo=dict(shared))
+    if any(getattr(module, "gradient_checkpointing", False) for module in twin.modules()):
+        twin.gradient_checkpointing_disable()
+    return twin
 
 
 def _reason(error: Exception, attention: str) -> str:

@@ -297,7 +297,14 @@ class Policy:
             raise PolicyError(
                 "with adapters the average is one of adapters, which an engine cannot load by itself"
             )
-        return [(name, whole(value).to(self._dtypes[name])) for name, value in self.average.values.items()]
+        averages = self.average.values
+        return [
+            (
+                name,
+                whole(averages.get(name, weight.detach())).to(self._dtypes[name]),
+            )  # frozen weights have no average
+            for name, weight in self.model.named_parameters()
+        ]
 
     def state(self) -> PolicyState:
         """Everything needed to continue exactly, on any number of ranks. Collective: every rank must call

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from understudy.engines.local.engine import HFEngine, sharing_copy
+from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import DataError
 from understudy.media.processor import PictureProcessor, PictureReader
 from understudy.media.store import MediaStore
-from understudy.nn.pretrained import AUTO
+from understudy.nn.pretrained import AUTO, sharing_copy
 from understudy.nn.rotary_border import rotary_border
 from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.load import load_student

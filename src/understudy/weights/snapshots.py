@@ -27,8 +27,15 @@ _MARGIN = 64 << 20
 class Snapshots:
     """The trainer's own folder of snapshots; `need_bytes` is the size of one."""
 
+    _claimed = 0
+    """Bytes of shared memory that the open folders of this process may come to need. They are opened before the first
+    of them is written, so free memory alone does not show what is left."""
+
     def __init__(self, need_bytes: int, parent: Path | None = None) -> None:
-        self._owned = OwnedFolder("understudy-engine-", parent or _memory_for(2 * need_bytes))
+        memory = None if parent else _memory_for(2 * need_bytes + Snapshots._claimed)
+        self._claim = 2 * need_bytes if memory else 0
+        Snapshots._claimed += self._claim
+        self._owned = OwnedFolder("understudy-engine-", parent or memory)
         self.folder = self._owned.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -57,6 +64,8 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        Snapshots._claimed -= self._claim
+        self._claim = 0
         self._owned.close()
 
 

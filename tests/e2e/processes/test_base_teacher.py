@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,47 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
             layer.enable_adapters(False)
     assert np.abs(found - plain()).max() < 2e-6
     assert np.abs(found - with_adapters).max() > 0.05, "the adapters would show"
+
+
+def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
+    """Each switches the attention of its own modules. With modules in common, the second one of them scored packed rows
+    with the attention of padded ones after the first had scored a longer row, and was 6 nats off."""
+    student = load_model(str(STUDENT), device="cpu")
+    base = FrozenModel(
+        student.sharing_copy().model.eval(), str(STUDENT), "float32", student.device, student.context
+    )
+    teacher = parse_recipe(own("run")).teachers["base"]
+    draw = np.random.default_rng(0)
+    head = draw.integers(6, 26, 40)
+
+    def row(number: int, tokens: np.ndarray, first: int) -> ScoreItem:
+        positions = np.arange(first, len(tokens), dtype=np.int32)
+        return ScoreItem(f"row{number}", tokens.astype(np.int32), positions, Signal.SAMPLED, 0)
+
+    group = [row(i, np.concatenate([head, draw.integers(6, 26, 6)]), 40) for i in range(24)]
+    longer = [row(24, draw.integers(6, 26, 63), 3)]
+
+    def apart(rows: list[ScoreItem], scores: list[Any]) -> float:
+        known = [logprobs(one.tokens)[one.positions - 1, one.tokens[one.positions]] for one in rows]
+        return max(float(np.abs(a - b).max()) for a, b in zip(known, scores, strict=True))
+
+    async def scored() -> list[float]:
+        launchers = [BaseTeacher(BaseReplica.of(name, teacher, "by_request"), "token", base) for name in "ab"]
+        found = []
+        async with AsyncExitStack() as stack:
+            starts = await asyncio.gather(*(launcher.start("0") for launcher in launchers))
+            a, b = [
+                await stack.enter_async_context(ReplicaClient(one.url, one.token, teacher=name))
+                for one, name in zip(starts, "ab", strict=True)
+            ]
+            for client, rows in ((a, group), (b, group), (a, longer), (b, group), (b, longer), (a, group)):
+                replies = await client.score(rows)
+                found.append(apart(rows, [(await reply.fetch()).sampled_logprobs for reply in replies]))
+        for launcher in launchers:
+            await launcher.stop("0")
+        return found
+
+    assert max(asyncio.run(scored())) < 1e-4
 
 
 BESIDE_ENGINE = {"rollout__processes": 1, "student__lora__publish": "adapter"}

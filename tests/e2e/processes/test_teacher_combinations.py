@@ -269,13 +269,17 @@ def test_a_replica_that_joins_a_teacher_that_follows_has_the_weights_of_now(smal
     assert last["perf/teacher/add/1/share"] == 1
 
 
-def test_lagging_and_averaged_teachers_resume_between_two_publishes(small: Make) -> None:
-    """Two updates a publish and a checkpoint after each: the run is resumed from the one after update 3."""
+@pytest.mark.parametrize(("checkpoint_every", "killed_at", "steps"), [(1, 4, 8), (5, 9, 10)])
+def test_lagging_and_averaged_teachers_resume_between_two_publishes(
+    small: Make, checkpoint_every: int, killed_at: int, steps: int
+) -> None:
+    """Two updates a publish. The run is resumed from the checkpoint of update 3; from that of update 5, whose teacher has
+    the weights of update 2, after publishes 6 and 8."""
     teachers = {**FOLLOWING, "add": {**FOLLOWING["add"], "version": 1}}
     more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__sync_every": 2,
-            "trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 9, "trainer__steps": 8}  # fmt: skip
-    run = killed_and_resumed(small("killed", teachers, **more), "async.after_claim:4")
-    for step in range(1, 9):
+            "trainer__checkpoint_every": checkpoint_every, "trainer__keep_checkpoints": 9, "trainer__steps": steps}  # fmt: skip
+    run = killed_and_resumed(small("killed", teachers, **more), f"async.after_claim:{killed_at}")
+    for step in range(1, steps + 1):
         published = (step - 1) // 2 * 2
         for line, _ in kept(run, step):
             newest = published if line["teacher"] == "sort" else max(0, published - 2)

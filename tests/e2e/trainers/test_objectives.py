@@ -309,6 +309,11 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
         ({"loss": {**ALONE, "correction": {"drop": "token", "low": 3.0}}}, "must lie below"),
         ({"rollout__n": 1, "rollout__filter_groups": True}, "set rollout.n above 1"),
         ({"rollout__overlong_buffer": 9}, "longer than rollout.max_new_tokens"),
+        ({"rollout__overlong_buffer": 3, "rollout__agent": "tool"}, "set rollout.max_trajectory_tokens"),
+        (
+            {"rollout__overlong_buffer": 9, "rollout__agent": "tool", "rollout__max_trajectory_tokens": 8},
+            "longer than rollout.max_trajectory_tokens",
+        ),
         (
             {"loss": {"topk": 8, "correction": {"weigh": "token"}}, "teachers": {"t": {"model": "t"}}},
             "has none",

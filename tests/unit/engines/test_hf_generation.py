@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,10 @@ def test_a_stop_string_ends_on_the_token_that_completes_it() -> None:
     first = spell(free.tokens).index(stop) + 3
     assert stopped.stop_reason is StopReason.STOP_STRING
     assert stopped.tokens.tolist() == free.tokens[:first].tolist()
+
+    last = replace(again, sampling=replace(again.sampling, max_new_tokens=first))
+    (whole,) = run(model, [last], detokenize=spell)
+    assert (whole.stop_reason, len(whole.tokens)) == (StopReason.STOP_STRING, first), "it is not cut"
 
 
 def test_draws_follow_the_distribution() -> None:

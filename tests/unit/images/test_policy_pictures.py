@@ -68,6 +68,14 @@ def policy_of(folder: Path, store: MediaStore, **changes: Any) -> Policy:
     return Policy(load_student(str(folder)).model, settings(**changes), pictures=reader_of(folder, store))
 
 
+def test_the_average_has_the_frozen_weights_too(tmp_path: Path) -> None:
+    """A teacher that takes the average takes every weight."""
+    policy = policy_of(folder_of(FAMILIES[0]), MediaStore(tmp_path), freeze_vision=True, ema_decay=0.9)
+    averaged, named = policy.averaged_weights(), policy.named_weights()
+    assert [name for name, _ in averaged] == [name for name, _ in named]
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(averaged, named, strict=True))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_logprobs_and_gradients_equal_plain_transformers(family: str, frozen: bool, tmp_path: Path) -> None:

@@ -106,6 +106,17 @@ def test_discount_reaches_back_within_a_sequence_only() -> None:
         objective(StudentLogits(logits_with_logprobs(student)), opd_inputs(student, teacher, student))
 
 
+def test_a_discount_is_not_asked_for_a_teacher_that_the_loss_leaves_out() -> None:
+    objective = Objective("k1", policy_gradient=True, discount=0.5, distill_coef=0.0, task_coef=1.0)
+    inputs = LossInputs(
+        token_ids_N=torch.zeros(2, dtype=torch.int64),
+        weights_N=torch.full((2,), 0.5),
+        behaviour_logprobs_N=torch.tensor([-1.0, -1.0]),
+        advantages_N=torch.tensor([1.0, -1.0]),
+    )
+    assert torch.isfinite(objective(StudentLogits(logits_with_logprobs([-1.0, -1.0])), inputs).loss)
+
+
 def test_per_token_clamp_scales_value_and_gradient_and_is_counted() -> None:
     student, teacher = [-5.0, -1.0], [-0.1, -1.2]
     inputs = opd_inputs(student, teacher, student)

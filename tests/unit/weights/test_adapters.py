@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from understudy.engines.local.engine import sharing_copy
 from understudy.errors import EngineError
+from understudy.nn.pretrained import sharing_copy
 from understudy.weights.adapters import AdaptedModel, base_mark, is_of_adapters, packed_adapter, packed_mark
 
 Named = list[tuple[str, torch.Tensor]]

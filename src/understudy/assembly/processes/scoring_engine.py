@@ -29,7 +29,7 @@ from understudy.engines.hosted.process import (
     load_model,
     serve_engine,
 )
-from understudy.engines.local.engine import sharing_copy
+from understudy.nn.pretrained import sharing_copy
 from understudy.nn.vision import is_vision
 from understudy.policy.load import context_length
 from understudy.policy.lora import adapted_weights

@@ -176,7 +176,7 @@ def _filters(recipe: RecipeTables) -> list[str]:
         )
     if rollout.overlong_buffer is not None:
         budget = rollout.trajectory_budget
-        named = "max_new_tokens" if budget == rollout.max_new_tokens else "max_trajectory_tokens"
+        named = "max_new_tokens" if rollout.agent == "single_turn" else "max_trajectory_tokens"
         if budget is None:
             problems.append(
                 f"rollout.overlong_buffer with rollout.agent = {rollout.agent!r}: it is the last stretch of what all turns may have "

@@ -15,12 +15,10 @@ waits:
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ from understudy.engines.local.scheduler import Batching, Call, Scheduler
 from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.errors import EngineError
 from understudy.media.processor import PictureReader
+from understudy.nn.pretrained import sharing_copy
 from understudy.nn.rotary_border import crossing, rotary_border
 from understudy.nn.vision import is_vision, is_vision_frozen, vision_parameters
 from understudy.nn.vision_features import VisionFeatures, features_for
@@ -61,15 +60,6 @@ class CacheLayout(StrEnum):
 
 def _multiplies_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def sharing_copy(model: Any) -> Any:
-    """A copy of the modules of `model` that shares its tensors."""
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    twin = copy.deepcopy(model, memo=dict(shared))
-    if any(getattr(module, "gradient_checkpointing", False) for module in twin.modules()):
-        twin.gradient_checkpointing_disable()
-    return twin
 
 
 class HFEngine:

@@ -153,7 +153,17 @@ class ReplicaSupervisor:
 
     async def change_version(self, version: int, deliver: Deliver) -> None:
         """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
-        them; it is the new identity. One that has not is restarted. No request may be under way."""
+        them; it is the new identity. One that has not is restarted. No request may be under way. After an error or a
+        cancellation the pool has its earlier identity, for the checkpoint that a stopping run saves."""
+        before = self.identity, self.version
+        try:
+            await self._change_version(version, deliver)
+        except BaseException:
+            if self.identity is None:
+                self.identity, self.version = before
+            raise
+
+    async def _change_version(self, version: int, deliver: Deliver) -> None:
         async with self._delivering:
             self.identity, self.version = None, version
             asked = [replica for replica in self.replicas.values() if replica.health.usable]

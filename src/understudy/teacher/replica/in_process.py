@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from starlette.types import ASGIApp
 
 from understudy.config import TeacherConfig
 from understudy.errors import TeacherError
+from understudy.nn.pretrained import sharing_copy
 from understudy.serving.bind import bind_socket
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.server import serving_here
@@ -63,6 +64,8 @@ class BaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @asynccontextmanager
 async def scoring_with(replica: BaseReplica, base: FrozenModel, token: str | None) -> AsyncIterator[ASGIApp]:
     """The HTTP application of a replica over a model in memory, and its thread until the end."""
+    # Modules of its own: a scorer switches their attention, and several replicas score over the same tensors.
+    base = replace(base, model=sharing_copy(base.model).eval())
     worker, manifest, vocabulary, media = await asyncio.to_thread(
         build_worker, parse_args(replica.arguments(base)), base
     )

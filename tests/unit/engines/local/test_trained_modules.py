@@ -13,12 +13,13 @@ from understudy.assembly.engines import open_engine, publisher_of
 from understudy.assets import quickstart_model
 from understudy.config import Recipe, parse_recipe
 from understudy.engines.local import engine as hf
-from understudy.engines.local.engine import HFEngine, sharing_copy
+from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
 from understudy.engines.local.slots import SlotPool
 from understudy.errors import EngineError
+from understudy.nn.pretrained import sharing_copy
 from understudy.planning.resolved import EngineSettings, resolve
 from understudy.policy.forward.attention import VARLEN
 from understudy.policy.forward.forward import attention_for

@@ -114,7 +114,11 @@ def test_one_update_is_the_policy_s_own() -> None:
 
 
 def test_measuring_the_mismatch_does_not_change_the_update() -> None:
-    batch, plain, measured = batch_of(), learner_of(recipe_of()), learner_of(recipe_of(loss={"correction": {"measure": True}}))
+    batch, plain, measured = (
+        batch_of(),
+        learner_of(recipe_of()),
+        learner_of(recipe_of(loss={"correction": {"measure": True}})),
+    )
     without, result = learn(plain, batch), learn(measured, batch)
     assert "old_logprobs" in result.seconds
     assert (result.loss, result.grad_norm) == (without.loss, without.grad_norm)
@@ -360,6 +364,16 @@ def test_overlong_rows_are_dropped_and_the_penalty_is_soft() -> None:
         for reward, length in zip(batch.rewards, lengths, strict=True)
     )
     assert metrics["critic/rewards/mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_overlong_penalty_of_several_turns_begins_near_their_common_budget() -> None:
+    """Rows of at most 6 tokens, written in turns of at most 2: only the budget of all turns counts."""
+    batch = batch_of()
+    rollout = {"agent": "tool", "max_new_tokens": 2, "overlong_buffer": 4}
+    for budget, changed in ((1000, False), (6, True)):
+        learner = learner_of(recipe_of(rollout={**rollout, "max_trajectory_tokens": budget}))
+        rewarded = learn(learner, batch).metrics["critic/rewards/mean"].total
+        assert (rewarded != pytest.approx(mean(batch.rewards))) == changed
 
 
 def test_a_batch_with_nothing_left_passes_by() -> None:

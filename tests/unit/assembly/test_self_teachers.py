@@ -1,0 +1,172 @@
+"""Teachers that follow the student: publishes that fail or are cancelled, and which earlier weights are kept."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from understudy.assembly.self_teachers import EarlierWeights, SelfTeachers
+from understudy.assembly.teacher_processes import EngineTeachers
+from understudy.assembly.teachers import Teachers
+from understudy.errors import EngineError
+from understudy.serving.endpoint import Endpoint
+from understudy.teacher.manifest import Limits, Manifest
+from understudy.teacher.pool.launch import ReplicaSpec
+from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.trainers.pacing.publish_gate import PublishGate
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.weights import snapshots
+from understudy.weights.snapshots import Snapshots
+
+MANIFEST = Manifest(
+    "me", "native", "m", "aa", "ff", 61, 32, "float32", list(Signal), Limits(max_length=100, max_k=20)
+)
+
+
+class Replica:
+    """A client and its launcher: one replica that has the weights it was sent last."""
+
+    version = -1
+
+    async def start(self, replica: str) -> Endpoint:
+        return Endpoint("http://replica", "token")
+
+    async def stop(self, replica: str) -> None:
+        return
+
+    def alive(self, replica: str) -> bool:
+        return True
+
+    def last_words(self, replica: str) -> str:
+        return ""
+
+    async def manifest(self) -> Manifest:
+        return msgspec.structs.replace(MANIFEST, version=self.version)
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        return [
+            TeacherScores(
+                i.key, "me", i.signal, np.full(len(i.positions), -2.0, np.float32), version=self.version
+            )
+            for i in items
+        ]
+
+    async def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_after_a_publish_that_did_not_end_rows_wait_and_the_step_can_be_saved(cancelled: bool) -> None:
+    """Rows used to go on without a teacher, so that each became a dead letter, and the manifests of the checkpoint were
+    gone. A publish is cancelled when a stopping run cannot wait for it."""
+    replica, under_way = Replica(), asyncio.Event()
+
+    class Following:
+        async def send(self, version: int, tensors: Any, replicas: Sequence[str]) -> Mapping[str, str]:
+            if version == 1:
+                under_way.set()
+                await asyncio.sleep(60 if cancelled else 0)
+                raise EngineError("no space left on device")
+            replica.version = version
+            return {}
+
+    async def run() -> None:
+        pool = TeacherPool(
+            "me", [ReplicaSpec("0")], replica, connect=lambda *_: replica, options=PoolOptions(canary=False)
+        )
+        await pool.start()
+        policy: Any = SimpleNamespace(named_weights=lambda: [("w", torch.zeros(1))])
+        following: Any = {"me": Following()}
+        own = SelfTeachers(
+            {"me": "live"}, {"me": pool}, following, policy, EarlierWeights(Path(), list), 1, PublishGate()
+        )
+        await own.publish(0)
+        publish = asyncio.create_task(own.publish(1))
+        await under_way.wait()
+        row = asyncio.create_task(own.gate.enter().__aenter__())
+        if cancelled:
+            publish.cancel()
+        await asyncio.wait({publish})
+        assert publish.cancelled() or isinstance(publish.exception(), EngineError)
+        await asyncio.wait({row}, timeout=0.05)
+        assert not row.done(), "the next launch scores it"
+        assert pool.manifest.version == 0
+        row.cancel()
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_earlier_weights_are_kept_for_checkpoints_inside_a_window(tmp_path: Path) -> None:
+    """Two steps a publish, one publish behind: a run that goes on from step 5 was published last at step 4, and its
+    teacher has the weights of step 2."""
+    earlier = EarlierWeights(tmp_path, lambda: [5])
+    for version in (0, 2, 4, 6, 8):
+        earlier.save(version, [("w", torch.full((1,), float(version)))], publishes=1, every=2)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["v2.safetensors", "v4.safetensors", "v6.safetensors", "v8.safetensors"]
+    assert earlier.load(2)[0][1].item() == 2.0
+
+
+def test_a_replica_in_an_engine_process_can_be_taken_out_and_put_back() -> None:
+    """It used to cost a sound engine process, or the replica could not be put back."""
+    hosts, replaced = ["engine 0", "engine 1"], list[str]()
+
+    class Engine:
+        def __init__(self) -> None:
+            self.hosts = hosts
+
+        async def serving(self, host: str) -> Endpoint:
+            return Endpoint(f"http://{host}", "token")
+
+        def process_of(self, host: str) -> Any:
+            return SimpleNamespace(alive=True) if host not in processes else processes[host]
+
+        def replace(self, host: str, reason: str) -> None:
+            replaced.append(host)
+
+    processes = {host: SimpleNamespace(alive=True) for host in hosts}
+
+    async def run() -> None:
+        engine: Any = Engine()
+        launcher = EngineTeachers(SimpleNamespace(last_words=lambda name: ""), "base", engine, 0)  # type: ignore[arg-type]
+        replica = Replica()
+        pool = TeacherPool(
+            "base",
+            [ReplicaSpec("0"), ReplicaSpec("1")],
+            launcher,
+            connect=lambda *_: replica,
+            options=PoolOptions(canary=False),
+        )
+        await pool.start()
+        teachers = Teachers({"base": pool}, launchers={"base": launcher})
+        for gone in ("0", "1"):
+            await teachers.remove("base", gone)
+            assert await teachers.add("base") == gone
+        assert replaced == []
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_folders_that_are_opened_before_any_is_written_share_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one and a half teachers, the second one's weights go to a folder on a disk."""
+    monkeypatch.setattr(snapshots, "_MEMORY", tmp_path)
+    size = 1 << 30
+    free = SimpleNamespace(free=3 * size + (100 << 20))
+    monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda _: free)
+    first, second = Snapshots(size), Snapshots(size)
+    assert first.folder.parent == tmp_path and second.folder.parent != tmp_path
+    first.close()
+    third = Snapshots(size)
+    assert third.folder.parent == tmp_path
+    second.close()
+    third.close()
