@@ -156,7 +156,9 @@ def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
     frozen, trained = 0, parameters
     if lora is not None:
         folder = ModelFolder.open(recipe.student.model, "student.model")
-        frozen, trained = parameters * width, folder.adapter_parameters(lora.rank, lora.targets)
+        # Several ranks keep frozen weights in float32 too (`policy/ranks/shard.py`).
+        kept_in = width if trainer.ranks == 1 else _BYTES["float32"]
+        frozen, trained = parameters * kept_in, folder.adapter_parameters(lora.rank, lora.targets)
     moments = _PACKED_MOMENTS if trainer.optimizer == "adamw_8bit" else 8.0
     state = 8.0 + moments + (4.0 if trainer.ema_decay is not None else 0.0)
     if trainer.offload_optimizer:
@@ -206,7 +208,12 @@ def _critic_model(recipe: Recipe) -> str:
 def _critic_bytes(recipe: Recipe) -> int | None:
     """Weights, masters, gradients and moments, counted as in `student_bytes`."""
     parameters, dtype = _parameters(_critic_model(recipe)), (recipe.critic or CriticConfig()).dtype
-    return None if parameters is None else parameters * (16 + (0 if dtype == "float32" else _BYTES[dtype]))
+    state = 8.0 + (_PACKED_MOMENTS if recipe.trainer.optimizer == "adamw_8bit" else 8.0)
+    return (
+        None
+        if parameters is None
+        else round(parameters * (state + (0 if dtype == "float32" else _BYTES[dtype])))
+    )
 
 
 def _replica(

@@ -299,27 +299,39 @@ class Policy:
             )
         averages = self.average.values
         return [
-            (
-                name,
-                whole(averages.get(name, weight.detach())).to(self._dtypes[name]),
-            )  # frozen weights have no average
+            # A frozen weight has no average of its own.
+            (name, whole(averages.get(name, weight.detach())).to(self._dtypes[name]))
             for name, weight in self.model.named_parameters()
         ]
 
     def state(self) -> PolicyState:
         """Everything needed to continue exactly, on any number of ranks. Collective: every rank must call
-        it. On one rank the tensors are the live ones: save or copy them before the next step."""
+        it, and rank 0 has the result. On one rank the tensors are the live ones: save or copy them before the next
+        step."""
         progress: dict[str, Any] = {"step": self.step, "updates": self.updates, "random": random_state()}
         if self.settings.lora is not None:
             progress["lora"] = self.settings.lora.as_json()
         averages = self.average.state() if self.average is not None else {}
         return PolicyState(
-            model={name: whole(t).to(self._dtypes[name]) for name, t in self._trained_tensors().items()},
-            optimizer={
-                name: whole(tensor) for name, tensor in {**self.optimizer.state(), **averages}.items()
-            },
+            model=self._gathered(self._trained_tensors(), self._dtypes),
+            optimizer=self._gathered({**self.optimizer.state(), **averages}),
             progress=progress,
         )
+
+    def _gathered(
+        self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors by name. From several ranks one at a time, into rank 0's host memory: a device that holds its
+        shards may not hold all of them."""
+        found = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            full = full if dtypes is None else full.to(dtypes[name])
+            if self.ranks.size == 1:
+                found[name] = full
+            elif self.ranks.rank == 0:
+                found[name] = full.to("cpu")
+        return found
 
     def load_state(self, state: PolicyState) -> None:
         """Continues from a saved state. Weights are restored in place, so an engine that shares their memory

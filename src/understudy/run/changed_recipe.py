@@ -182,6 +182,27 @@ def refuse_shorter(run: RunDir, trainer: TrainerConfig, rows: int = 0) -> None:
     )
 
 
+def refuse_cut_window(run: RunDir, before: TrainerConfig, after: TrainerConfig, rows: int) -> None:
+    """`ConfigError` if a window of a fully async run would get other updates than its rows were written for: the old length
+    ended inside a window that was trained, or the new one ends inside a window whose rows may be under way. `passes` are
+    counted over `rows`."""
+    every, old, new = after.sync_every, before.steps_over(rows), after.steps_over(rows)
+    saved = last_checkpoint_step(run)
+    raised = new > old == saved and old % every
+    lowered = saved < new < old and new % every
+    if after.mode == "fully_async" and (raised or lowered):
+        below = new // every * every
+        hint = (
+            "start a new run from its export (`understudy export`)"
+            if raised
+            else f"give {below + every} steps" + (f" or {below}" if below > saved else "")
+        )
+        raise ConfigError(
+            f"a length of {new} steps: {run.path} {'ended' if raised else 'would end'} at step {old if raised else new}, inside a window of "
+            f"trainer.sync_every = {every} updates, whose rows were taken for {'that end' if raised else 'all of them'}; {hint}"
+        )
+
+
 def compare(before: Recipe, after: Recipe) -> list[Change]:
     """All differences, if all are accepted. Otherwise raises with every one that is not."""
     old, new = flatten(_tables(before)), flatten(_tables(after))

@@ -49,7 +49,13 @@ from understudy.planning.resolved import is_deterministic
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.checkpoint import is_whole
 from understudy.policy.ranks.follow import LeadingPolicy
-from understudy.run.changed_recipe import Change, changed_recipe, last_checkpoint_step, refuse_shorter
+from understudy.run.changed_recipe import (
+    Change,
+    changed_recipe,
+    last_checkpoint_step,
+    refuse_cut_window,
+    refuse_shorter,
+)
 from understudy.run.given import GivenRows
 from understudy.run.gpu_sharing import share_gpus
 from understudy.run.outcome import RunOutcome
@@ -181,6 +187,7 @@ async def resume(
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     refuse_shorter(run, recipe.trainer, len(data.train))
+    refuse_cut_window(run, changed_recipe(run, ())[0].trainer, recipe.trainer, len(data.train))
     recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
     saved = last_checkpoint_step(run)
     finished = saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished"

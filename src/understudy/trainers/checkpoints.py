@@ -170,6 +170,12 @@ def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
         return None
     checkpoint = store.load()
     if checkpoint.skipped:
+        if checkpoint.step not in store.resumable():
+            raise CheckpointError(
+                f"no checkpoint of {run.path} that it can go on from is whole: {'; '.join(checkpoint.skipped)}. The one of step "
+                f"{checkpoint.step} is, but the rows after it are deleted: put back a copy of a later one, or start a new run from an "
+                "export of it (`understudy export`)"
+            )
         try:
             store.remove_after(checkpoint.step)
         except OSError as error:

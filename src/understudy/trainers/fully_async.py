@@ -224,7 +224,8 @@ class _AsyncRun:
 
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system
-        saved, evaluation_due, profile_steps = step, False, system.learner.settings.profile_steps
+        saved, profile_steps = step, system.learner.settings.profile_steps
+        evaluation_due = self._due_since_publish(step)
         while step < trainer.steps and not stop.requested:
             try:
                 async with profiled(system.state.run.path, step + 1, step + 1 in profile_steps):
@@ -344,6 +345,14 @@ class _AsyncRun:
                 f"every row of step {step} failed; the reasons are in {system.state.run.dead_letters}"
             )
         return await claim(prompts)
+
+    def _due_since_publish(self, step: int) -> bool:
+        """Whether an evaluation became due between the last publish and `step`, from which a resumed run goes on."""
+        every, published = (
+            self.system.learner.settings.trainer.eval_every,
+            step // self.windows.sync_every * self.windows.sync_every,
+        )
+        return bool(every) and step // every > published // every
 
     def _publishes_after(self, step: int) -> bool:
         return step == self.windows.last_step(self.windows.of_step(step))

@@ -137,7 +137,7 @@ def _write(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if kept.keeper is None:
         folder = producer.state.run.path / FOLDER_NAME
-        kept.keeper = RowKeeper(folder, producer.settings.keep_rows)
+        kept.keeper = RowKeeper(folder, producer.settings.keep_rows, last_step=step - 1)
         if backend is not None and not (folder / "tokenizer.json").exists():
             write_atomically(folder / "tokenizer.json", backend.to_str())
     trained = watch.columns()

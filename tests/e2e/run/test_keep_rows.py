@@ -97,6 +97,16 @@ def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Pa
         assert len(ours) == 2 and ours == theirs
 
 
+def test_rows_of_steps_that_are_made_again_are_removed(recipe: Make) -> None:
+    """A launch was killed at step 9, after its last checkpoint; the run goes on from step 1."""
+    run = understudy.train(recipe("run", trainer__steps=1, trainer__batch_size=4), progress=False)
+    folder = run.dir / "kept_rows"
+    for ending in ("jsonl", "rows"):
+        (folder / f"000009.{ending}").write_bytes((folder / f"000001.{ending}").read_bytes())
+    understudy.resume(run.dir, progress=False, trainer__steps=2)
+    assert sorted(path.stem for path in folder.glob("*.jsonl")) == ["000001", "000002"]
+
+
 def test_every_held_out_answer_is_recorded(recipe: Make, tmp_path: Path) -> None:
     problems = Path(recipe()["data"]["train"]).read_text().splitlines()[:20]
     (tmp_path / "eval.jsonl").write_text("\n".join(problems) + "\n")

@@ -97,12 +97,13 @@ def test_tensorboard_holds_every_step_once_after_a_resume(tmp_path: Path) -> Non
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first in (0, 1):
+    for first in (0, 0, 1):
         write(tmp_path, "tensorboard", first, warnings := [])
         assert not warnings
     events = EventAccumulator(str(tmp_path / "loggers" / "tensorboard"))
     events.Reload()
     found = {event.step: event.value for event in events.Scalars("actor/loss")}
+    assert len(found) == len(events.Scalars("actor/loss"))
     assert found == pytest.approx({0: 1.0, 1: 0.5, 2: 1 / 3, 3: 0.25})
     assert set(events.Tags()["scalars"]) == NUMBERS
 

@@ -75,6 +75,34 @@ def test_an_offloaded_optimizer_is_the_hosts_on_a_gpu_and_the_same_memory_on_a_c
     assert ranks[1].bytes is not None and ranks[1].bytes - 4 * parameters // 2 == there.bytes - 2 * parameters
 
 
+def test_ranks_hold_the_frozen_base_of_adapters_in_float32() -> None:
+    one, two = (
+        recipe(student={"dtype": "bfloat16", "lora": {"rank": 4}}, trainer={"ranks": ranks})
+        for ranks in (1, 2)
+    )
+    parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
+    assert student_bytes(two, parameters)[0] - student_bytes(one, parameters)[0] == 2 * parameters
+
+
+def test_packed_moments_of_a_critic_are_counted() -> None:
+    plain, packed = (
+        recipe(
+            critic={"process": True},
+            loss={"task_coef": 1.0, "advantage": "gae"},
+            data={"train": "t.jsonl", "reward": "understudy.rollout.rewards.builtin:exact_match"},
+            trainer={"optimizer": optimizer},
+        )
+        for optimizer in ("adamw", "adamw_8bit")
+    )
+    parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
+    found = [
+        next(process.bytes for process in plan_processes(one, seat(one, None)) if process.name == "critic")
+        for one in (plain, packed)
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert found[0] - found[1] == pytest.approx(6 * parameters, rel=0.02)
+
+
 def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = {
         "backend": "ray",

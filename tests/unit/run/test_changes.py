@@ -1,6 +1,7 @@
 """What may change in a run that is resumed."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from understudy.config import Recipe, parse_recipe
 from understudy.config.base import flatten
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
-from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe
+from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, refuse_cut_window
 
 TABLE: dict[str, Any] = {
     "student": {"model": "student"},
@@ -66,6 +67,39 @@ def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, 
         changed_recipe(run, [override, "trainer.steps=400"])
     (problem,) = caught.value.problems
     assert problem.startswith(f"cannot resume with {override.split('=')[0]} = ")
+
+
+@pytest.mark.parametrize(
+    ("saved", "before", "after", "words"),
+    [
+        (
+            10,
+            10,
+            20,
+            r"ended at step 10, inside a window of trainer.sync_every = 4 .* start a new run from its export",
+        ),
+        (9, 20, 10, "would end at step 10, inside a window .* give 12 steps$"),
+        (5, 20, 10, "give 12 steps or 8$"),
+        (12, 12, 20, None),
+        (9, 10, 20, None),
+        (9, 20, 12, None),
+        (10, 20, 10, None),
+        (10, 20, 20, None),
+    ],
+)
+def test_a_window_that_was_begun_keeps_its_updates(
+    run: RunDir, saved: int, before: int, after: int, words: str | None
+) -> None:
+    """Its rows are taken for all of its updates. One update used to train several batches at once, or to wait for rows that
+    nobody wrote."""
+    (run.checkpoints / f"step-{saved:06d}").mkdir(parents=True)
+    (run.checkpoints / f"step-{saved:06d}" / "manifest.json").touch()
+    old, new = (
+        parse_recipe({**TABLE, "trainer": {"mode": "fully_async", "sync_every": 4, "steps": steps}}).trainer
+        for steps in (before, after)
+    )
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        refuse_cut_window(run, old, new, rows=100)
 
 
 @pytest.mark.parametrize(

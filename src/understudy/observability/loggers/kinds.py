@@ -29,7 +29,7 @@ class Logger(Protocol):
 def tensorboard_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_step: int) -> Logger:
     """Steps after a return to a checkpoint replace what was written for them before."""
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-        str(folder), purge_step=first_step or None
+        str(folder), purge_step=first_step
     )
     writer.add_text("recipe", "\n".join(f"    {key} = {value!r}" for key, value in facts.items()), first_step)
     return _TensorBoard(writer)

@@ -156,6 +156,21 @@ def test_a_damaged_checkpoint_does_not_push_out_the_whole_one_before_it(
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-000002"]
 
 
+def test_a_run_does_not_go_back_to_a_best_checkpoint_whose_later_rows_are_deleted(tmp_path: Path) -> None:
+    """The journal cannot return to it. Its metrics and the later checkpoints used to be cut before that was found."""
+    run = RunDir(tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=2)
+    store.save(1, small_state(1), {})
+    store.mark("best", 1)
+    for step in (5, 6):
+        damage(store.save(step, small_state(step), {}))
+    with pytest.raises(
+        CheckpointError, match=r"step-000005.*The one of step 1 is, but the rows after it are deleted"
+    ):
+        last_checkpoint(run, keep=2)
+    assert store.steps() == [1, 5, 6]
+
+
 def test_nothing_whole_left_is_an_error_that_says_so(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
