@@ -67,13 +67,15 @@ def train(
         lines.append((result.loss, result.grad_norm, nll, result.row_losses, before, result.micro_batches))
     state = policy.state()
     weights = dict(policy.named_weights())
-    assert lora or all(torch.equal(weights[name], state.model[name]) for name in weights)
+    first = ranks is None or ranks.rank == 0
+    assert bool(state.model) == bool(state.optimizer) == first, "the others only take part in the gather"
+    assert lora or not first or all(torch.equal(weights[name], state.model[name]) for name in weights)
     if lora:  # what an engine makes of the adapters alone
         engines = AdaptedModel(qwen3(dtype=getattr(torch, dtype)))
         made = {name: tensor.detach() for name, tensor in engines.weights(policy.named_adapters())}
         assert made.keys() == weights.keys()
         assert all(torch.equal(made[name], weights[name]) for name in weights)
-    if ranks is None or ranks.rank == 0:
+    if first:
         store.save(policy.step, state)
     return lines
 
