@@ -275,7 +275,14 @@ def _pool(
     ids = student.head_rows if usable is None else min(usable.limit, student.head_rows)
     if name in student.aligned:
         ids = max(own.ids.values()) + 1
-    told = External(ids, own.fingerprint, teacher.model, teacher.backend, settings.teachers_choose)
+    told = External(
+        ids,
+        own.fingerprint,
+        teacher.model,
+        teacher.backend,
+        settings.teachers_choose,
+        aligned=name in student.aligned,
+    )
     if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to
         told = msgspec.structs.replace(told, model=name, batching=batching)
     # Of a teacher with another tokenizer, other ids stand for pictures.
@@ -302,6 +309,7 @@ def external_of(
         media=media,
         batching=told.batching,
         pictures=pictures,
+        aligned=told.aligned,
     )
 
 

@@ -19,13 +19,13 @@ from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
 from understudy.teacher.manifest import Limits, Manifest
-from understudy.teacher.pool import canary
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import ReplicaSupervisor, SupervisorOptions
 from understudy.teacher.protocol import request_of
+from understudy.teacher.scoring.probe import CANARY_KEY
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 MANIFEST = Manifest(
@@ -96,7 +96,7 @@ class Scripted:
             if self.probe_error is not None:
                 raise self.probe_error
             return answer("math", items)
-        self.asked.append([item.key for item in items if item.key != canary.KEY])
+        self.asked.append([item.key for item in items if item.key != CANARY_KEY])
         self.timeouts.append(timeout)
         return await self.now(self, items)
 
@@ -284,7 +284,7 @@ def test_the_canary_is_asked_for_like_its_neighbours(signal: Signal, k: int) -> 
     async def test(rig: Rig) -> None:
         rig.replicas["a"].now = watch
         assert len(await rig.pool.score(random_items(2, 1, signal, k))) == 2
-        assert [item.key for item in seen] == ["row-1-0", "row-1-1", canary.KEY]
+        assert [item.key for item in seen] == ["row-1-0", "row-1-1", CANARY_KEY]
         assert (seen[2].signal, seen[2].k) == (seen[1].signal, seen[1].k)
         assert seen[2].ids is None or seen[2].ids.shape == (len(seen[2].positions), k)
         request_of(seen)  # a request that makes sense

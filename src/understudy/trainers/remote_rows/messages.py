@@ -72,6 +72,8 @@ class External(msgspec.Struct, frozen=True):
     k: int = 0
     """The recipe's K, tried first when the client probes how many logprobs the server returns."""
     batching: RequestBatching = RequestBatching.BY_ARRIVAL
+    aligned: bool = False
+    """The teacher has another tokenizer."""
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):
