@@ -175,3 +175,22 @@ def test_replicas_must_be_the_same_teacher() -> None:
     with pytest.raises(TeacherError, match="changed since this run began"):
         check_manifest_unchanged(MANIFEST, other)
     check_manifest_unchanged(MANIFEST, msgspec.structs.replace(MANIFEST, model="moved/elsewhere"))
+
+
+def test_a_replica_that_takes_less_than_the_others_is_refused() -> None:
+    """Its rows would depend on which replica was idle."""
+    first, probe = Identity(MANIFEST, np.zeros(2, np.float32)), np.zeros(2, np.float32)
+
+    def with_limits(**limits: int) -> Identity:
+        changed = msgspec.structs.replace(MANIFEST.limits, **limits)
+        return Identity(msgspec.structs.replace(MANIFEST, limits=changed), probe)
+
+    check_same(first, with_limits(max_length=200, max_k=30), "b")
+    with pytest.raises(
+        TeacherError, match=r"replica b: .* 99 tokens; the other replicas take 100\. .*--max-model-len"
+    ):
+        check_same(first, with_limits(max_length=99), "b")
+    with pytest.raises(
+        TeacherError, match=r"replica b: .* 19 candidates; the other replicas give 20\. .*--max-logprobs"
+    ):
+        check_same(first, with_limits(max_k=19), "b")

@@ -72,12 +72,28 @@ def check_same(expected: Identity, found: Identity, replica: str) -> None:
                 f"teacher {teacher}, replica {replica}: {name} is {theirs}; the other replicas have {ours}. "
                 "All replicas of a teacher must serve the same model"
             )
+    _check_limits(expected.manifest, found.manifest, replica)
     allowed = TOLERANCE.get(expected.manifest.dtype, HALF_TOLERANCE)
     apart = float(np.abs(expected.probe_logprobs - found.probe_logprobs).max())
     if not apart <= allowed:
         raise TeacherError(
             f"teacher {teacher}, replica {replica}: scores of the fixed tokens differ by {apart:.3g} nats from the "
             f"other replicas' (at most {allowed} is allowed)"
+        )
+
+
+def _check_limits(ours: Manifest, theirs: Manifest, replica: str) -> None:
+    """A row that the other replicas take must not be lost because this one was idle."""
+    place = f"teacher {ours.teacher}, replica {replica}"
+    if theirs.limits.max_length < ours.limits.max_length:
+        raise TeacherError(
+            f"{place}: a sequence may have {theirs.limits.max_length} tokens; the other replicas take {ours.limits.max_length}. "
+            "Start all of its servers with the same --max-length (vLLM: --max-model-len, SGLang: --context-length)"
+        )
+    if theirs.limits.max_k < ours.limits.max_k:
+        raise TeacherError(
+            f"{place}: gives at most {theirs.limits.max_k} candidates; the other replicas give {ours.limits.max_k}. "
+            "Start all of its servers with the same --max-k (vLLM: --max-logprobs)"
         )
 
 
