@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import itertools
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,14 @@ from teacher_rig import random_items
 from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
+from understudy.teacher.clients.http import (
+    NoSuchRoute,
+    NotAllowed,
+    NotServing,
+    ReplicaTimeout,
+    RequestRefused,
+    ScoringFailed,
+)
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
@@ -562,6 +570,31 @@ def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key
         assert "teachers.math.outage_seconds = 60" in str(caught.value) and "teachers.math.urls" in str(
             caught.value
         )
+
+    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NotServing("(503) busy"), NotAllowed("(401) no token"), NoSuchRoute("(404) model is not loaded")],
+)
+def test_a_server_that_turns_requests_away_costs_time_and_no_rows(error: TeacherError) -> None:
+    async def test(rig: Rig) -> None:
+        for replica in rig.replicas.values():
+            replica.now = failing(error)
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(20.0)
+        assert sum(len(r.asked) for r in rig.replicas.values()) > OPTIONS.max_bad_attempts and not call.done()
+        for replica in rig.replicas.values():
+            replica.now = well
+        await rig.clock.advance(20.0)
+        assert (await call)[0].key == "row-0-0"
+        for replica in rig.replicas.values():
+            replica.now = failing(error)
+        lost = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(90.0)
+        with pytest.raises(ClusterError, match=re.escape(str(error))):
+            await lost
 
     running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 

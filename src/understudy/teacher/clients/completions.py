@@ -28,7 +28,7 @@ import numpy as np
 from understudy.errors import TeacherError, TeacherReplyError
 from understudy.media.for_vllm import vllm_parts
 from understudy.media.processor import PictureReader
-from understudy.teacher.clients.http import RequestRefused, ScoringFailed, TeacherChannel
+from understudy.teacher.clients.http import NotServing, RequestRefused, ScoringFailed, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
     OtherTokens,
@@ -193,13 +193,13 @@ class CompletionsClient:
     async def _find_out(self) -> Capabilities:
         missing: dict[str, str] = {}
         item = _probe(Signal.SAMPLED, 0)
-        failed: ScoringFailed | None = None
+        failed: ScoringFailed | NotServing | None = None
         for route in self._routes:
             try:
                 await self._ask(route, item, None)
-            except (RequestRefused, TeacherReplyError, ScoringFailed) as error:
+            except (RequestRefused, TeacherReplyError, ScoringFailed, NotServing) as error:
                 missing[route.value] = str(error)
-                failed = error if isinstance(error, ScoringFailed) else failed
+                failed = error if isinstance(error, (ScoringFailed, NotServing)) else failed
                 continue
             most, sees = await self._largest_k(route, missing), await self._reads_pictures(route, missing)
             return Capabilities(route, most, missing, sees)

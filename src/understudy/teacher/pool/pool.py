@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
-from understudy.teacher.clients.http import ReplicaTimeout, ScoringFailed
+from understudy.teacher.clients.http import NoSuchRoute, NotAllowed, ReplicaTimeout, ScoringFailed
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.balance import least_loaded
 from understudy.teacher.pool.cache import ScoreCache
@@ -318,7 +318,10 @@ class TeacherPool:
         assert replica.client is not None
         version = self._supervisor.version
         asked = items if self._canary is None else self._canary.with_items(items)
-        scores = list(await replica.client.score(asked, deadline))
+        try:
+            scores = list(await replica.client.score(asked, deadline))
+        except (NoSuchRoute, NotAllowed) as error:  # it was admitted with this path and token
+            raise TeacherUnavailable(str(error)) from error
         for one in scores:
             if one.version != version:
                 raise TeacherReplyError(
