@@ -97,8 +97,9 @@ def _check_limits(ours: Manifest, theirs: Manifest, replica: str) -> None:
         )
 
 
-def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int) -> None:
-    """Raise before the run if a teacher does not support a signal, a K, or a context of `length` tokens."""
+def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int, mixed: int = 1) -> None:
+    """Raise before the run if a teacher does not support a signal, a K, or a context of `length` tokens. `mixed`: the
+    most teachers of a mixture that it is part of."""
     problems = []
     missing = [signal.value for signal in signals if signal not in manifest.signals]
     if missing:
@@ -106,6 +107,11 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
         problems.append(f"cannot give {', '.join(missing)}; its {manifest.backend} backend offers {offered}")
     if k > manifest.limits.max_k and Signal.TOPK in manifest.signals:
         problems.append(f"gives at most {manifest.limits.max_k} candidates; the loss asks for {k}")
+    elif Signal.TOPK in signals and (mixed - 1) * k > manifest.limits.max_k:
+        problems.append(
+            f"gives at most {manifest.limits.max_k} candidates; in a mixture of {mixed} teachers it is asked at the "
+            f"{mixed - 1} · {k} of the others: set loss.topk to at most {manifest.limits.max_k // (mixed - 1)}, or mix fewer teachers"
+        )
     if length > manifest.limits.max_length:
         problems.append(
             f"holds {manifest.limits.max_length} tokens; prompt + response + 1 needs {length}: "
