@@ -814,6 +814,36 @@ def test_a_replica_that_joins_while_weights_are_published_gets_them_too() -> Non
     running(test, Rig())
 
 
+def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() -> None:
+    async def test(rig: Rig) -> None:
+        read, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_manifest() -> Manifest:
+            read.set()
+            await go_on.wait()
+            return MANIFEST
+
+        async def deliver(names: Sequence[str]) -> dict[str, str]:
+            for name in names:
+                rig.replicas[name].manifest_now = msgspec.structs.replace(MANIFEST, version=1)
+            rig.replicas["a"].manifest = honest  # type: ignore[method-assign]
+            go_on.set()
+            await settle()
+            return {}
+
+        honest = rig.replicas["a"].manifest
+        rig.replicas["a"].manifest = slow_manifest  # type: ignore[method-assign]
+        rig.replicas["a"].now = failing(TIMEOUT)
+        assert (await rig.pool.score(random_items(1)))[0].teacher == "b"
+        await read.wait()
+        assert rig.state("a") is State.SUSPECT
+        await rig.pool.change_version(1, deliver)
+        await settle()
+        assert rig.state("a") is rig.state("b") is State.HEALTHY and not rig.told(EventKind.EJECTED)
+
+    running(test, Rig())
+
+
 def test_a_leaving_replica_finishes_what_it_has() -> None:
     async def test(rig: Rig) -> None:
         gate = asyncio.Event()

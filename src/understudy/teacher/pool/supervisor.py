@@ -155,6 +155,8 @@ class ReplicaSupervisor:
         """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
         them; it is the new identity. One that has not is restarted. No request may be under way."""
         async with self._delivering:
+            for replica in self.replicas.values():  # a probe under way would find the old version
+                await _cancelled(replica.probing)
             self.identity, self.version = None, version
             asked = [replica for replica in self.replicas.values() if replica.health.usable]
             lost = await deliver([*(replica.name for replica in asked), *self._joining])
@@ -167,6 +169,8 @@ class ReplicaSupervisor:
                 replica.health.probe_failed(self._clock.now(), str(error))
                 if replica.health.usable:
                     self._eject(replica)
+            else:
+                replica.health.probe_passed(self._clock.now())
         while self.identity is None:
             if self.given_up_reason is not None:
                 raise ClusterError(
