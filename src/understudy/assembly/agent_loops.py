@@ -131,6 +131,6 @@ def rollouts_of(
             loops, rewards, state.plane, sampling, state.spans, state.timings, pictures, session_facts
         )
     assert isinstance(loops, LoopWorkers)
-    remote = RemotePlane(state.plane, PARTITION)
+    remote = RemotePlane(state.plane, PARTITION, pictures)
     remote_scoring.open(loops, remote)
     return RemoteRollouts(loops, remote, state.spans, state.timings, sampling.candidates > 0)

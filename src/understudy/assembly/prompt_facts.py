@@ -145,14 +145,15 @@ def prompt_lengths(renderer: Renderer, dataset: Dataset) -> list[int]:
     return lengths
 
 
-def mixed_teachers(dataset: Dataset, column: str) -> set[str]:
-    """All teachers that rows name in mixtures."""
-    named: set[str] = set()
+def mixed_teachers(dataset: Dataset, column: str) -> dict[str, int]:
+    """All teachers that rows name in mixtures → the most teachers of one of its mixtures."""
+    most: dict[str, int] = {}
     for row in dataset.rows:
         weights = row.get(column)
         if isinstance(weights, Mapping):
-            named |= {str(name) for name, weight in weights.items() if weight}
-    return named
+            named = [str(name) for name, weight in weights.items() if weight]
+            most |= {name: max(most.get(name, 0), len(named)) for name in named}
+    return most
 
 
 def teacher_prompts_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,8 +97,8 @@ class StudentFacts:
     longest_prompt: Callable[[str], Awaitable[int]]
     """Teacher → the tokens of the longest prompt that it scores. Called only if the teacher may not hold the
     longest rollout."""
-    mixed: Collection[str] = ()
-    """Teachers that rows name in a mixture."""
+    mixed: Mapping[str, int] = field(default_factory=dict)
+    """Teachers that rows name in a mixture → the most teachers of one of its mixtures."""
     longest_own_prompt: Mapping[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
     """The same as `longest_prompt` for external teachers that read prompts of their own. Those of replicas
     that this run starts were measured by `check`, which knows their context."""
@@ -279,7 +279,14 @@ def _pool(
     ids = student.head_rows if usable is None else min(usable.limit, student.head_rows)
     if name in student.aligned:
         ids = max(own.ids.values()) + 1
-    told = External(ids, own.fingerprint, teacher.model, teacher.backend, settings.teachers_choose)
+    told = External(
+        ids,
+        own.fingerprint,
+        teacher.model,
+        teacher.backend,
+        settings.teachers_choose,
+        aligned=name in student.aligned,
+    )
     if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to
         told = msgspec.structs.replace(told, model=name, batching=batching)
     # Of a teacher with another tokenizer, other ids stand for pictures.
@@ -306,6 +313,7 @@ def external_of(
         media=media,
         batching=told.batching,
         pictures=pictures,
+        aligned=told.aligned,
     )
 
 
@@ -344,7 +352,7 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
     if name in student.mixed:
         signals = list(dict.fromkeys([*signals, *needed_signals(signal)]))
     length = await _length(name, settings, student, manifest)
-    check_signals(manifest, signals, settings.k, length)
+    check_signals(manifest, signals, settings.k, length, student.mixed.get(name, 1))
     check_patching(name, student.pictures, manifest)
     if settings.deterministic and manifest.batching is RequestBatching.BY_ARRIVAL:
         logger.warning(

@@ -80,7 +80,7 @@ class TrainerConfig(Section):
     """Samples per held-out problem besides the greedy answer, at the rollout's temperature: gives
     `val/avg@k` and `val/pass@1` … `val/pass@k`. 0 takes none."""
     solved_at: float = 1.0
-    """A sample whose reward reaches this counts as solved in `pass@k`."""
+    """A sample whose reward reaches this counts as solved in `pass@k`, and as `session.solution` in a teacher's prompt."""
     eval_teachers: bool = False
     """Also measure each teacher once, before the first step, on the held-out problems it would score."""
     max_dead_letters: Annotated[float, Field(ge=0, le=1)] = 0.01

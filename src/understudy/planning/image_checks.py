@@ -16,6 +16,7 @@ from understudy.media.pictures import PictureError, PictureLimits, Pictures, Pic
 from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
+from understudy.planning.resolved import workers_write_rows
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
 from understudy.rollout.dataset import Dataset, Row, picture_sources
 
@@ -56,6 +57,11 @@ def picture_problems(
         elif teacher.backend == "vllm" and recipe.cluster.backend == "ray":
             problems.append(
                 f"{place}; a teacher served by vllm gets no pictures from remote workers, serve it natively"
+            )
+        elif teacher.backend == "auto" and teacher.placement == "external" and workers_write_rows(recipe):
+            problems.append(
+                f"{place}; remote workers send pictures to native replicas only, and teachers.{name}.backend = 'auto' may find another "
+                "server; set backend = 'native' and serve it so"
             )
         elif (folder := teachers.get(name)) is not None and (family := _family(folder)) not in FAMILIES:
             problems.append(

@@ -19,6 +19,7 @@ from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
 from understudy.observability.report import many
 from understudy.observability.rundir import RunDir
+from understudy.planning.teacher_checks import own_prompts
 from understudy.policy.checkpoints.durable import saved_steps
 
 _ROUNDING = "the same up to rounding"
@@ -130,6 +131,7 @@ REFUSED: Mapping[str, str] = {
     "data": "the place in the data is counted in the old data",
     "trainer.batch_size": "the place in the data is counted in batches of the old size",
     "trainer.sync_every": "rows in flight belong to windows of batch_size · sync_every prompts",
+    "trainer.solved_at": "a teacher's prompt shows `session.solution`, an attempt that reached the old value",
     "trainer.mode": "the two schedules hold different rows in the journal",
     "trainer": "the optimizer's state and the curves so far belong to the old value",
 }
@@ -214,7 +216,7 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
             key == "trainer.steps" and after.trainer.passes is not None
         ):  # computed from the rows when they are read
             continue
-        reason = _accepted(key)
+        reason = None if key == "trainer.solved_at" and _solutions_are_shown(after) else _accepted(key)
         if key == "trainer.passes":
             reason = f"{reason}; in place of trainer.steps = {old['trainer.steps']}"
         lowered = after.trainer.mode == "fully_async" and key in ONLY_MORE and new[key] < old[key]
@@ -238,6 +240,10 @@ def _tables(recipe: Recipe) -> dict[str, Any]:
     if recipe.loss.advantage == "gae" and recipe.critic is None:
         table["critic"] = CriticConfig().model_dump()
     return table
+
+
+def _solutions_are_shown(recipe: Recipe) -> bool:
+    return any("solution" in prompt.session_facts for prompt in own_prompts(recipe.teachers).values())
 
 
 def _accepted(key: str) -> str | None:

@@ -71,6 +71,12 @@ class Reply:
         return isinstance(error, dict) and "message" in error
 
     @property
+    def has_kind(self) -> bool:
+        """The same, told from the refusals of other servers in that shape."""
+        error = self._error()
+        return isinstance(error, dict) and {"kind", "message"} <= error.keys()
+
+    @property
     def reason(self) -> str:
         """The message of an error in one of the usual JSON shapes, else the start of the body."""
         error = self._error()

@@ -184,7 +184,8 @@ class RemoteBatch:
 
     def streams(self) -> Batch:
         """Without the teacher's columns, for a model that is whole in the trainer's process."""
-        return replace(self, meta=self.meta.but(fields=STREAMS)).fetch_all()
+        pictures = tuple(name for name in self.meta.fields if name == "media")
+        return replace(self, meta=self.meta.but(fields=(*STREAMS, *pictures))).fetch_all()
 
     def from_disk(self, reason: str) -> Batch:
         return self._complete(self.source.from_disk(self.meta, reason))

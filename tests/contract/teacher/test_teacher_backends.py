@@ -25,6 +25,7 @@ from understudy.teacher.pool.integrity import check_signals, identify
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics
 from understudy.teacher.pool.pool import TeacherPool
+from understudy.teacher.scoring.probe import probe_items
 from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallQueue, Gather
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
@@ -250,6 +251,47 @@ def test_a_candidate_that_is_not_usable_is_that_rows_refusal(
     client = completions(fakes["vllm"][1], usable=UsableIds(8))
     with pytest.raises(RequestRefused, match=r"row 'row-0-0': the teacher's candidate \d+ is not an id"):
         using(client, lambda c: c.score(items))
+
+
+def test_an_unusable_candidate_of_the_canary_costs_no_row(
+    model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    """Every request carries the canary with the row's K; its candidates are not used."""
+    items, url = random_items(1, 3, Signal.TOPK, 2), fakes["vllm"][1]
+
+    async def run() -> list[TeacherScores]:
+        plain = completions(url)
+        own = set((await plain.score(items))[0].ids.ravel().tolist()) | set(items[0].tokens.tolist())
+        for hole in sorted(set(range(VOCAB)) - own):
+            fixed = replace(probe_items(VOCAB, 256, (hole,))[0], signal=Signal.TOPK, k=2)
+            if hole in (await plain.score([fixed]))[0].ids:
+                break
+        else:
+            raise AssertionError("no id is a candidate of the canary alone")
+        await plain.close()
+        connect = connect_external(VOCAB, usable=UsableIds(VOCAB, (hole,)))
+        pool = TeacherPool("math", [ReplicaSpec("a", Endpoint(url))], connect=connect)
+        await pool.start()
+        try:
+            return await pool.score(items)
+        finally:
+            await pool.close()
+
+    assert_plain(model, items, asyncio.run(run()))
+
+
+def test_an_aligned_teacher_may_give_ids_beyond_its_tokenizer(
+    model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    """The aligner leaves them to the tail. Without alignment such a candidate is a wrong reply."""
+    items = [replace(one, tokens=one.tokens % 8) for one in random_items(2, 0, Signal.TOPK, 5)]
+
+    def few(aligned: bool) -> CompletionsClient:
+        return CompletionsClient(fakes["vllm"][1], teacher="math", replica="a", vocab_size=8, aligned=aligned)
+
+    assert_plain(model, items, using(few(True), lambda c: c.score(items)))  # type: ignore[arg-type]
+    with pytest.raises(TeacherReplyError, match="outside the vocabulary of 8"):
+        using(few(False), lambda c: c.score(items))
 
 
 def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:

@@ -188,6 +188,7 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
         ({"rollout__engine": "openai", "rollout__urls": ["http://127.0.0.1:1"], "rollout__live_weights": False}, "gets text only"),
         ({"teachers__see__backend": "sglang", "teachers__see__placement": "external", "teachers__see__urls": ["http://127.0.0.1:1"]}, "a teacher served by sglang gets text only"),
         ({"teachers__see__backend": "vllm", "cluster__backend": "ray"}, "a teacher served by vllm gets no pictures from remote workers"),
+        ({"teachers__see__placement": "external", "teachers__see__urls": ["http://127.0.0.1:1"], "cluster__backend": "ray", "cluster__pools": {"loops": {"nodes": 1, "cpus_per_node": 1}}, "cluster__roles": {"workers": "loops"}, "dataplane__backend": "transfer_queue", "rollout__workers": 1}, "set backend = 'native'"),
         ({"teachers__see__model": "text"}, "goes to teachers.see, of the family qwen3"),
         ({"teachers__see__prompt": "{{ answer }}"}, "a prompt of its own holds no pictures"),
         ({"trainer__ranks": 2, "student__freeze_vision": False}, "set trainer.ranks = 1"),

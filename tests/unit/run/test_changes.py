@@ -118,6 +118,22 @@ def resumable(folder: Path, **sections: dict[str, Any]) -> RunDir:
     return RunDir.open(folder)
 
 
+def test_what_counts_as_solved_may_change_unless_a_teacher_reads_it(tmp_path: Path) -> None:
+    def with_prompt(prompt: str) -> RunDir:
+        teachers = {"add": {"model": "teacher", "key": "add", "prompt": prompt}}
+        (tmp_path / "recipe.json").write_text(
+            json.dumps(parse_recipe({**TABLE, "teachers": teachers}).model_dump())
+        )
+        return RunDir.open(tmp_path)
+
+    _, (change,) = changed_recipe(with_prompt("{{ prompt }} {{ session.reward }}"), ["trainer.solved_at=0.5"])
+    assert change.key == "trainer.solved_at"
+    with pytest.raises(
+        ConfigError, match=r"cannot resume with trainer.solved_at = 0.5, .* `session.solution`"
+    ):
+        changed_recipe(with_prompt("{{ prompt }} {{ session.solution or '' }}"), ["trainer.solved_at=0.5"])
+
+
 def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_it_did_not_set(tmp_path: Path) -> None:
     """recipe.json lists every key, and one of them may have been removed since."""
     run = resumable(tmp_path, rollout={"agent_options": {"own:Loop": {"nested": {"flag": False}}}})

@@ -130,6 +130,17 @@ def test_no_more_than_a_part_of_the_head_is_widened(
     torch.testing.assert_close(found.float(), right, atol=near, rtol=near)
 
 
+def test_large_activations_fit_a_product_in_float16() -> None:
+    """A float16 ends at 65,504: 127 times an activation of 600 is beyond it, the product with the weight is not."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(32, 16).half()
+    states = torch.full((3, 32), 600.0, dtype=torch.float16)
+    small = Int8Linear(linear)
+    near = small.weight.float() * small.scale.float()[:, None]
+    expected = states.float() @ near.T + linear.bias.float()
+    torch.testing.assert_close(small(states).float(), expected, rtol=2e-3, atol=1.0)
+
+
 def test_a_model_that_changes_too_much_is_refused(qwen3: Path) -> None:
     with pytest.raises(TeacherError, match=r"by more than quantize_tolerance = 1e-12: KL .* nats"):
         quantized(load_frozen(str(qwen3)), Bits.INT8, "cpu", 1e-12)

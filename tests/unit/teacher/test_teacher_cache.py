@@ -1,6 +1,7 @@
 """Answers kept, and answers asked for twice: neither may change a score."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -171,6 +172,26 @@ def test_failures_of_both_hedged_replicas_are_noted_and_retried() -> None:
         assert (await call)[0].key == "row-0-0"
 
     running(test, Rig(options=HEDGING))
+
+
+def test_a_good_answer_counts_beside_the_last_bad_one_that_a_request_may_have() -> None:
+    async def test(rig: Rig) -> None:
+        order = itertools.count()
+
+        async def late_or_wrong(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            if next(order):
+                raise TeacherReplyError("wrong")
+            await rig.clock.sleep(5.0)
+            return answer(replica.name, items)
+
+        for replica in rig.replicas.values():
+            replica.now = late_or_wrong
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(6.0)
+        assert (await call)[0].key == "row-0-0"
+        assert sum(r.failures for r in rig.pool.metrics().replicas) == 1
+
+    running(test, Rig(options=replace(OPTIONS, hedge_after=1.0, max_bad_attempts=1)))
 
 
 async def answered(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:

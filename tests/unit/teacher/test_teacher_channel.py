@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from understudy.errors import TeacherUnavailable
-from understudy.teacher.clients.http import TeacherChannel
+from understudy.errors import TeacherError, TeacherUnavailable
+from understudy.serving.client import Reply
+from understudy.teacher.clients.http import (
+    NoSuchRoute,
+    NotAllowed,
+    NotServing,
+    RequestRefused,
+    ScoringFailed,
+    TeacherChannel,
+)
+from understudy.trainers.remote_rows.messages import TROUBLES, trouble_of
 
 
 class Searches:
@@ -59,3 +68,28 @@ def test_a_replica_that_has_left_is_unavailable_to_whoever_still_asks() -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind"),
+    [
+        ((408, 429, 502, 503, 504), NotServing),
+        ((401, 403), NotAllowed),
+        ((404, 405), NoSuchRoute),
+        ((400, 413, 422), RequestRefused),
+        ((500,), ScoringFailed),
+    ],
+)
+def test_a_gateways_status_is_not_the_rows_fault(statuses: tuple[int, ...], kind: type[TeacherError]) -> None:
+    channel = TeacherChannel("http://127.0.0.1:1", None, "teacher", "r0")
+    for status in statuses:
+        error = channel.refusal("/v1/completions", Reply(status, b"<html>busy</html>", "text/html"))
+        assert type(error) is kind and f"({status}): <html>busy</html>" in str(error)
+        expected = TeacherUnavailable if kind is NotServing else kind
+        assert TROUBLES[trouble_of(error)] is expected, "a worker passes it on as what it is"
+
+
+def test_a_native_replica_that_could_not_score_names_the_request() -> None:
+    channel = TeacherChannel("http://127.0.0.1:1", None, "teacher", "r0")
+    body = b'{"error": {"kind": "scoring", "message": "scoring failed: out of memory"}}'
+    assert type(channel.refusal("/v1/score", Reply(503, body, "application/json"))) is ScoringFailed

@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import itertools
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,15 +18,22 @@ from teacher_rig import random_items
 from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
+from understudy.teacher.clients.http import (
+    NoSuchRoute,
+    NotAllowed,
+    NotServing,
+    ReplicaTimeout,
+    RequestRefused,
+    ScoringFailed,
+)
 from understudy.teacher.manifest import Limits, Manifest
-from understudy.teacher.pool import canary
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import ReplicaSupervisor, SupervisorOptions
 from understudy.teacher.protocol import request_of
+from understudy.teacher.scoring.probe import CANARY_KEY
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 MANIFEST = Manifest(
@@ -96,7 +104,7 @@ class Scripted:
             if self.probe_error is not None:
                 raise self.probe_error
             return answer("math", items)
-        self.asked.append([item.key for item in items if item.key != canary.KEY])
+        self.asked.append([item.key for item in items if item.key != CANARY_KEY])
         self.timeouts.append(timeout)
         return await self.now(self, items)
 
@@ -284,7 +292,7 @@ def test_the_canary_is_asked_for_like_its_neighbours(signal: Signal, k: int) -> 
     async def test(rig: Rig) -> None:
         rig.replicas["a"].now = watch
         assert len(await rig.pool.score(random_items(2, 1, signal, k))) == 2
-        assert [item.key for item in seen] == ["row-1-0", "row-1-1", canary.KEY]
+        assert [item.key for item in seen] == ["row-1-0", "row-1-1", CANARY_KEY]
         assert (seen[2].signal, seen[2].k) == (seen[1].signal, seen[1].k)
         assert seen[2].ids is None or seen[2].ids.shape == (len(seen[2].positions), k)
         request_of(seen)  # a request that makes sense
@@ -566,6 +574,31 @@ def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key
     running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [NotServing("(503) busy"), NotAllowed("(401) no token"), NoSuchRoute("(404) model is not loaded")],
+)
+def test_a_server_that_turns_requests_away_costs_time_and_no_rows(error: TeacherError) -> None:
+    async def test(rig: Rig) -> None:
+        for replica in rig.replicas.values():
+            replica.now = failing(error)
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(20.0)
+        assert sum(len(r.asked) for r in rig.replicas.values()) > OPTIONS.max_bad_attempts and not call.done()
+        for replica in rig.replicas.values():
+            replica.now = well
+        await rig.clock.advance(20.0)
+        assert (await call)[0].key == "row-0-0"
+        for replica in rig.replicas.values():
+            replica.now = failing(error)
+        lost = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(90.0)
+        with pytest.raises(ClusterError, match=re.escape(str(error))):
+            await lost
+
+    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+
+
 def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
     """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
 
@@ -777,6 +810,36 @@ def test_a_replica_that_joins_while_weights_are_published_gets_them_too() -> Non
         assert delivered == ["a", "b", "c"] and rig.state("c") is State.HEALTHY
         await rig.pool.change_version(1, deliver)
         assert delivered[3:] == ["a", "b", "c"]
+
+    running(test, Rig())
+
+
+def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() -> None:
+    async def test(rig: Rig) -> None:
+        read, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_manifest() -> Manifest:
+            read.set()
+            await go_on.wait()
+            return MANIFEST
+
+        async def deliver(names: Sequence[str]) -> dict[str, str]:
+            for name in names:
+                rig.replicas[name].manifest_now = msgspec.structs.replace(MANIFEST, version=1)
+            rig.replicas["a"].manifest = honest  # type: ignore[method-assign]
+            go_on.set()
+            await settle()
+            return {}
+
+        honest = rig.replicas["a"].manifest
+        rig.replicas["a"].manifest = slow_manifest  # type: ignore[method-assign]
+        rig.replicas["a"].now = failing(TIMEOUT)
+        assert (await rig.pool.score(random_items(1)))[0].teacher == "b"
+        await read.wait()
+        assert rig.state("a") is State.SUSPECT
+        await rig.pool.change_version(1, deliver)
+        await settle()
+        assert rig.state("a") is rig.state("b") is State.HEALTHY and not rig.told(EventKind.EJECTED)
 
     running(test, Rig())
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from teacher_rig import random_items, write_tokenizer
 
+from understudy.assembly.prompt_facts import mixed_teachers
 from understudy.errors import TeacherError
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool.integrity import (
@@ -161,6 +163,22 @@ def test_a_teacher_is_refused_for_what_it_cannot_give() -> None:
     assert "prompt + response + 1 needs 101" in str(caught.value)
 
 
+def test_a_mixture_that_asks_for_too_many_of_the_others_candidates_is_refused() -> None:
+    check_signals(MANIFEST, [Signal.TOPK], 10, 100, mixed=3)
+    check_signals(MANIFEST, [Signal.SAMPLED], 20, 100, mixed=3)
+    with pytest.raises(
+        TeacherError,
+        match=r"at most 20 .* mixture of 3 teachers .* at the 2 · 11 .* set loss.topk to at most 10",
+    ):
+        check_signals(MANIFEST, [Signal.TOPK], 11, 100, mixed=3)
+
+
+def test_a_teacher_counts_the_teachers_of_its_largest_mixture() -> None:
+    rows = [{"w": {"a": 0.5, "b": 0.5}}, {"w": {"b": 0.2, "c": 0.3, "d": 0.5, "e": 0.0}}, {"w": None}, {}]
+    found = mixed_teachers(SimpleNamespace(rows=rows), "w")  # type: ignore[arg-type]
+    assert found == {"a": 2, "b": 3, "c": 3, "d": 3}
+
+
 def test_replicas_must_be_the_same_teacher() -> None:
     probe = np.array([-1.0, -2.0], np.float32)
     first = Identity(MANIFEST, probe)
@@ -175,3 +193,22 @@ def test_replicas_must_be_the_same_teacher() -> None:
     with pytest.raises(TeacherError, match="changed since this run began"):
         check_manifest_unchanged(MANIFEST, other)
     check_manifest_unchanged(MANIFEST, msgspec.structs.replace(MANIFEST, model="moved/elsewhere"))
+
+
+def test_a_replica_that_takes_less_than_the_others_is_refused() -> None:
+    """Its rows would depend on which replica was idle."""
+    first, probe = Identity(MANIFEST, np.zeros(2, np.float32)), np.zeros(2, np.float32)
+
+    def with_limits(**limits: int) -> Identity:
+        changed = msgspec.structs.replace(MANIFEST.limits, **limits)
+        return Identity(msgspec.structs.replace(MANIFEST, limits=changed), probe)
+
+    check_same(first, with_limits(max_length=200, max_k=30), "b")
+    with pytest.raises(
+        TeacherError, match=r"replica b: .* 99 tokens; the other replicas take 100\. .*--max-model-len"
+    ):
+        check_same(first, with_limits(max_length=99), "b")
+    with pytest.raises(
+        TeacherError, match=r"replica b: .* 19 candidates; the other replicas give 20\. .*--max-logprobs"
+    ):
+        check_same(first, with_limits(max_k=19), "b")

@@ -8,10 +8,12 @@ import pytest
 import torch
 from teacher_rig import VOCAB, random_items, write_model
 
+from understudy.serving.http import Refused
 from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.validate import check_candidates_usable, check_usable
-from understudy.teacher.manifest import Manifest
+from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.protocol import decode_request, encode_request, request_of
+from understudy.teacher.replica.app import check_limits
 from understudy.teacher.scoring.head import head_of, score_rows
 from understudy.teacher.scoring.head_kernel import VocabularyShard, WholeVocabulary
 from understudy.teacher.scoring.model import load_frozen
@@ -77,6 +79,17 @@ def test_parts_of_a_head_leave_out_the_same_ids(tmp_path: Path) -> None:
         torch.testing.assert_close(own, expected)
     with pytest.raises(RuntimeError):  # ids that the cut took away cannot be asked about by accident
         score_rows(head, hidden, torch.full((5,), VOCAB - 1), usable=USABLE, chunk_bytes=1 << 20)
+
+
+def test_named_ids_may_be_more_than_the_vocabulary_has(tmp_path: Path) -> None:
+    """A mixture names the candidates of all its other teachers, and several may have the same."""
+    many = request_of(items_of(Signal.AT_IDS, 2 * VOCAB), USABLE)
+    check_limits(many, Limits(max_k=2 * VOCAB), VOCAB)
+    scorer = Scorer("math", load_frozen(str(write_model(tmp_path / "model"))))
+    assert all(one.ids is not None and one.ids.shape[1] == 2 * VOCAB for one in scorer.score(many).split())
+    for items, most in ((items_of(Signal.AT_IDS, 9), 8), (items_of(Signal.TOPK, USABLE.count + 1), VOCAB)):
+        with pytest.raises(Refused, match=f"at most {most} are given, and the vocabulary has {USABLE.count}"):
+            check_limits(request_of(items, USABLE), Limits(max_k=most), VOCAB)
 
 
 def test_requests_without_a_limit_keep_their_bytes() -> None:

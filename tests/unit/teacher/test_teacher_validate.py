@@ -1,5 +1,6 @@
 """Every kind of lie is caught, and the error says who, which row, which position."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,11 +9,12 @@ import pytest
 from teacher_rig import VOCAB, random_items
 
 from understudy.errors import TeacherReplyError
+from understudy.teacher.clients.prompt_logprobs import from_echo
 from understudy.teacher.clients.validate import Sender, check_reply
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
-from understudy.types.scores import Signal
+from understudy.types.scores import ScoreItem, Signal
 
 K = 5
 ORIGIN = Sender("math", "replica-7", VOCAB)
@@ -144,3 +146,48 @@ def test_lies_in_other_blocks_are_placed_too(asked: ScoreRequest, honest: ScoreR
         TeacherReplyError, match=f"'row-5-0', position {position_of(asked, 8, 1)}: a hidden state"
     ):
         check_reply(asked, replace(honest, hidden=altered(honest.hidden, size + 3, 0x7FC0)), ORIGIN)
+
+
+def echoed(tokens: list[str], logprobs: list[float | None], usage: tuple[int, int] | None = (4, 1)) -> bytes:
+    counted = None if usage is None else {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
+    choice = {"logprobs": {"tokens": tokens, "token_logprobs": logprobs}}
+    return json.dumps({"choices": [choice], "usage": counted}).encode()
+
+
+ECHOED = ScoreItem("row", np.array([1, 5, 6, 7], np.int32), np.array([2, 3], np.int32), Signal.SAMPLED)
+WORDS, LOGPROBS = ["<s>", "a", "b", "c", "d"], [None, -1.0, -2.0, -3.0, -4.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        echoed(WORDS, LOGPROBS),
+        echoed(WORDS, LOGPROBS, None),
+        echoed(WORDS[:4], LOGPROBS[:4]),
+        echoed(WORDS[:4], LOGPROBS[:4], (4, 0)),
+    ],
+)
+def test_an_echo_in_place_is_read(body: bytes) -> None:
+    assert from_echo(body, ECHOED).sampled_P.tolist() == [-2.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]], (5, 1)), "counts 5 tokens in a prompt of 4"),
+        (
+            echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]]),
+            "6 echoed tokens and 6 logprobs for a prompt of 4",
+        ),
+        (echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]], None), "6 echoed tokens"),
+        (echoed(WORDS[1:], [None, *LOGPROBS[2:]], (3, 1)), "counts 3 tokens in a prompt of 4"),
+        (echoed(WORDS[1:], [None, *LOGPROBS[2:]], None), "4 echoed tokens and 4 logprobs for a prompt of 4"),
+        (echoed(WORDS[1:], LOGPROBS[1:]), r"null at positions \[\] of the prompt"),
+        (echoed(WORDS, [None, None, -2.0, -3.0, -4.0]), r"null at positions \[0, 1\]"),
+        (echoed(WORDS[1:], LOGPROBS), "4 echoed tokens and 5 logprobs"),
+    ],
+)
+def test_an_echo_as_text_that_is_shifted_by_a_token_is_refused(body: bytes, told: str) -> None:
+    """Its numbers look valid, and text does not tell which token one belongs to."""
+    with pytest.raises(ValueError, match=told):
+        from_echo(body, ECHOED)

@@ -28,7 +28,7 @@ import numpy as np
 from understudy.errors import TeacherError, TeacherReplyError
 from understudy.media.for_vllm import vllm_parts
 from understudy.media.processor import PictureReader
-from understudy.teacher.clients.http import RequestRefused, ScoringFailed, TeacherChannel
+from understudy.teacher.clients.http import NotServing, RequestRefused, ScoringFailed, TeacherChannel
 from understudy.teacher.clients.prompt_logprobs import (
     Candidates,
     OtherTokens,
@@ -117,9 +117,11 @@ class CompletionsClient:
         socket: str | None = None,
         batching: RequestBatching = RequestBatching.BY_ARRIVAL,
         pictures: PictureReader | None = None,
+        aligned: bool = False,
     ) -> None:
         """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have. `batching`: by request if
-        the server is known to compute one sequence at a time. `pictures`: the student's, if it reads any."""
+        the server is known to compute one sequence at a time. `pictures`: the student's, if it reads any. `aligned`:
+        the teacher has another tokenizer, and a candidate may be any row of its head."""
         self._channel = TeacherChannel(url, token, teacher, replica, socket=socket)
         self._batching = batching
         self._model = model
@@ -128,6 +130,7 @@ class CompletionsClient:
         self._routes = tuple(routes)
         self._slots = asyncio.Semaphore(in_flight)
         self._usable, self._k, self._pictures = usable, k, pictures
+        self._candidate_limit = 0 if aligned or usable is not None else vocab_size
         self._hidden = pictures.processor.placeholder_ids if pictures is not None else ()
         self._unused = sorted({*self._hidden, *(usable.holes if usable is not None else ())})
         self._capabilities: Capabilities | None = None
@@ -190,13 +193,13 @@ class CompletionsClient:
     async def _find_out(self) -> Capabilities:
         missing: dict[str, str] = {}
         item = _probe(Signal.SAMPLED, 0)
-        failed: ScoringFailed | None = None
+        failed: ScoringFailed | NotServing | None = None
         for route in self._routes:
             try:
                 await self._ask(route, item, None)
-            except (RequestRefused, TeacherReplyError, ScoringFailed) as error:
+            except (RequestRefused, TeacherReplyError, ScoringFailed, NotServing) as error:
                 missing[route.value] = str(error)
-                failed = error if isinstance(error, ScoringFailed) else failed
+                failed = error if isinstance(error, (ScoringFailed, NotServing)) else failed
                 continue
             most, sees = await self._largest_k(route, missing), await self._reads_pictures(route, missing)
             return Capabilities(route, most, missing, sees)
@@ -272,8 +275,8 @@ class CompletionsClient:
             logprobs=np.concatenate([answer.logprobs_PK.reshape(-1) for answer in answers]),
             hidden=np.empty(0, np.uint16),
         )
-        vocab = 0 if self._usable is not None else self._vocab_size
-        check_reply(request, reply, Sender(self._channel.teacher, self._channel.replica, vocab))
+        sender = Sender(self._channel.teacher, self._channel.replica, self._candidate_limit)
+        check_reply(request, reply, sender)
         scores = reply.split()
         if self._usable is not None:
             check_candidates_usable(scores, self._usable, self._channel.name)

@@ -82,12 +82,13 @@ def connect_external(
     media: MediaStore | None = None,
     batching: RequestBatching = RequestBatching.BY_ARRIVAL,
     pictures: PictureReader | None = None,
+    aligned: bool = False,
 ) -> Connect:
     """For `TeacherPool(connect=…)`: servers of any known kind. Vocabulary and model name are the recipe's.
 
     `k` is the recipe's K, `usable` the ids it uses. With an explicit `backend` nothing is probed for its
     kind: needed behind a gateway that answers every path alike. `batching` is how servers that do not tell it batch.
-    `media`: the run's pictures; `pictures`: how the student reads them.
+    `media`: the run's pictures; `pictures`: how the student reads them. `aligned`: the teacher has another tokenizer.
     """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
@@ -112,6 +113,7 @@ def connect_external(
             socket=endpoint.socket,
             batching=batching,
             pictures=pictures,
+            aligned=aligned,
         )
         return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 

@@ -13,6 +13,7 @@ from understudy.serving.endpoint import Endpoint
 from understudy.teacher.protocol import MISSING_MEDIA
 
 REFUSALS = (400, 401, 403, 404, 405, 413, 422)
+NOT_NOW = (408, 429, 502, 503, 504)
 
 
 class RequestRefused(TeacherError, client.ServerRefused):
@@ -20,7 +21,15 @@ class RequestRefused(TeacherError, client.ServerRefused):
 
 
 class NoSuchRoute(RequestRefused):
-    """The server does not have this path, so it is another kind of server."""
+    """The server does not have this path, so it is another kind of server; or the model is gone, if it was admitted."""
+
+
+class NotAllowed(RequestRefused):
+    """The server does not take the token (401, 403)."""
+
+
+class NotServing(TeacherUnavailable):
+    """The server, or a gateway before it, answered that it does not serve now. No row is at fault."""
 
 
 class MediaMissing(TeacherError):
@@ -33,6 +42,9 @@ class ReplicaTimeout(TeacherUnavailable, client.ServerTimeout):
 
 class ScoringFailed(TeacherError, client.ServerFailed):
     """The replica answered that it could not score (5xx)."""
+
+
+_REFUSED_BY = {401: NotAllowed, 403: NotAllowed, 404: NoSuchRoute, 405: NoSuchRoute}
 
 
 class TeacherChannel(ServerClient):
@@ -71,9 +83,12 @@ class TeacherChannel(ServerClient):
         told = f"({reply.status}): {reply.reason}"
         if reply.status == MISSING_MEDIA:
             return MediaMissing(f"{self.name}: {path} {told}")
+        # A native replica that could not score a request answers 503 as well.
+        if reply.status in NOT_NOW and not reply.has_kind:
+            return NotServing(f"{self.name}: {path} is not served now {told}")
         if reply.status not in REFUSALS:
             return ScoringFailed(f"{self.name}: {path} failed {told}")
-        kind = NoSuchRoute if reply.status in (404, 405) else RequestRefused
+        kind = _REFUSED_BY.get(reply.status, RequestRefused)
         return kind(f"{self.name}: {path} refused {told}")
 
     async def healthy(self) -> bool:

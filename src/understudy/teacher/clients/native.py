@@ -39,8 +39,8 @@ class ScoringClient(Protocol):
     """The interface a pool uses for a replica of any kind: native, vLLM or an OpenAI-compatible server.
 
     Items are references. A client fetches what is not in this process before it sends the request.
-    `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply; ReplicaTimeout: not in time),
-    RequestRefused (4xx) or ServerFailed (5xx).
+    `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply, or not served now; ReplicaTimeout:
+    not in time), RequestRefused (4xx) or ScoringFailed (5xx).
     """
 
     async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> Sequence[ScoresRef]: ...

@@ -157,8 +157,14 @@ class _EchoChoice(msgspec.Struct):
     logprobs: _Echoed | None = None
 
 
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class _EchoAnswer(msgspec.Struct):
     choices: list[_EchoChoice]
+    usage: _Usage | None = None
 
 
 def from_echo(body: bytes, item: ScoreItem) -> Candidates:
@@ -173,6 +179,8 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
         raise ValueError(
             f"{count} echoed logprobs for a prompt of {len(item.tokens)} tokens: the server does not echo"
         )
+    if not all(token.startswith(TOKEN_ID) for token in echoed.tokens):
+        _check_aligned(echoed, answer.usage, len(item.tokens))
     found = _unfilled(item)
     for p, position in enumerate(item.positions.tolist()):
         found.scored_P[p] = _token_id(echoed.tokens[position], int(found.scored_P[p]))
@@ -183,6 +191,27 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
         if found.ids_PK.shape[1]:
             _fill(found.ids_PK[p], found.logprobs_PK[p], echoed.top_logprobs, position)
     return found
+
+
+def _check_aligned(echoed: _Echoed, usage: _Usage | None, length: int) -> None:
+    """Of tokens as text only their number tells a reply that is shifted by one, by a server that adds or drops BOS."""
+    repair = "serve it so that prompts of token ids are read as they are, or so that it echoes tokens by id"
+    counted = None if usage is None else usage.prompt_tokens
+    if counted is not None and counted != length:
+        raise ValueError(f"the server counts {counted} tokens in a prompt of {length}; {repair}")
+    written = None if usage is None else usage.completion_tokens
+    answer = 1 if written is None else written  # one token was asked for
+    counts = (length + answer,) if counted is None else (length, length + answer)
+    count = len(echoed.token_logprobs)
+    if count not in counts or len(echoed.tokens) != count:
+        raise ValueError(
+            f"{len(echoed.tokens)} echoed tokens and {count} logprobs for a prompt of {length} tokens and an answer of {answer}; {repair}"
+        )
+    nulls = [place for place, one in enumerate(echoed.token_logprobs[:length]) if one is None]
+    if nulls != [0]:
+        raise ValueError(
+            f"logprobs are null at positions {nulls[:4]} of the prompt; expected at its first token alone, which nothing precedes; {repair}"
+        )
 
 
 def _fill(
@@ -205,6 +234,6 @@ def _fill(
 def _token_id(token: str, expected: int) -> int:
     """The echoed token's id.
 
-    If the server echoes text, `expected`: then only the number of tokens is checked.
+    If the server echoes text, `expected`: then `_check_aligned` compares the number of tokens.
     """
     return int(token[len(TOKEN_ID) :]) if token.startswith(TOKEN_ID) else expected

@@ -14,11 +14,10 @@ import numpy as np
 
 from understudy.errors import TeacherReplyError
 from understudy.teacher.pool.integrity import Identity, shown_of
-from understudy.teacher.scoring.probe import probe_items
+from understudy.teacher.scoring.probe import CANARY_KEY, probe_items
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.scores import Signal
 
-KEY = "fixed tokens"
 APART = {"float32": 1e-3}
 """Nats. Scores vary slightly with the composition of a batch, more so in half precision."""
 APART_HALF = 0.25
@@ -34,7 +33,7 @@ class Canary:
             probe_items(
                 manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, shown_of(manifest)
             )[0],
-            key=KEY,
+            key=CANARY_KEY,
         )
         self._named = 0 if 0 not in manifest.unused_ids else int(self._item.tokens[0])
         """The id scored for the fixed tokens if the request is for named ids."""
@@ -56,7 +55,7 @@ class Canary:
 
     async def taken_off(self, scores: Sequence[ScoresRef], teacher: str, replica: str) -> list[ScoresRef]:
         """Checks the canary's scores and returns the scores without them."""
-        if not scores or scores[-1].key != KEY:
+        if not scores or scores[-1].key != CANARY_KEY:
             return list(scores)
         apart_P = np.abs((await scores[-1].fetch()).sampled_logprobs - self._expected_P)
         wrong_P = ~(apart_P <= self._allowed)

@@ -72,6 +72,7 @@ def check_same(expected: Identity, found: Identity, replica: str) -> None:
                 f"teacher {teacher}, replica {replica}: {name} is {theirs}; the other replicas have {ours}. "
                 "All replicas of a teacher must serve the same model"
             )
+    _check_limits(expected.manifest, found.manifest, replica)
     allowed = TOLERANCE.get(expected.manifest.dtype, HALF_TOLERANCE)
     apart = float(np.abs(expected.probe_logprobs - found.probe_logprobs).max())
     if not apart <= allowed:
@@ -81,8 +82,24 @@ def check_same(expected: Identity, found: Identity, replica: str) -> None:
         )
 
 
-def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int) -> None:
-    """Raise before the run if a teacher does not support a signal, a K, or a context of `length` tokens."""
+def _check_limits(ours: Manifest, theirs: Manifest, replica: str) -> None:
+    """A row that the other replicas take must not be lost because this one was idle."""
+    place = f"teacher {ours.teacher}, replica {replica}"
+    if theirs.limits.max_length < ours.limits.max_length:
+        raise TeacherError(
+            f"{place}: a sequence may have {theirs.limits.max_length} tokens; the other replicas take {ours.limits.max_length}. "
+            "Start all of its servers with the same --max-length (vLLM: --max-model-len, SGLang: --context-length)"
+        )
+    if theirs.limits.max_k < ours.limits.max_k:
+        raise TeacherError(
+            f"{place}: gives at most {theirs.limits.max_k} candidates; the other replicas give {ours.limits.max_k}. "
+            "Start all of its servers with the same --max-k (vLLM: --max-logprobs)"
+        )
+
+
+def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int, mixed: int = 1) -> None:
+    """Raise before the run if a teacher does not support a signal, a K, or a context of `length` tokens. `mixed`: the
+    most teachers of a mixture that it is part of."""
     problems = []
     missing = [signal.value for signal in signals if signal not in manifest.signals]
     if missing:
@@ -90,6 +107,11 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
         problems.append(f"cannot give {', '.join(missing)}; its {manifest.backend} backend offers {offered}")
     if k > manifest.limits.max_k and Signal.TOPK in manifest.signals:
         problems.append(f"gives at most {manifest.limits.max_k} candidates; the loss asks for {k}")
+    elif Signal.TOPK in signals and (mixed - 1) * k > manifest.limits.max_k:
+        problems.append(
+            f"gives at most {manifest.limits.max_k} candidates; in a mixture of {mixed} teachers it is asked at the "
+            f"{mixed - 1} · {k} of the others: set loss.topk to at most {manifest.limits.max_k // (mixed - 1)}, or mix fewer teachers"
+        )
     if length > manifest.limits.max_length:
         problems.append(
             f"holds {manifest.limits.max_length} tokens; prompt + response + 1 needs {length}: "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
-from understudy.teacher.clients.http import ReplicaTimeout, ScoringFailed
+from understudy.teacher.clients.http import NoSuchRoute, NotAllowed, ReplicaTimeout, ScoringFailed
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.balance import least_loaded
 from understudy.teacher.pool.cache import ScoreCache
@@ -228,15 +228,18 @@ class TeacherPool:
                     await self._wait(attempts)
                     continue
                 outage = self._totals.pauses
-                for outcome in await self._attempt(replica, items, tokens, attempts):
-                    if outcome.scores is not None:
-                        self._answers += 1
-                        # An answer to a request from before the outage does not end the outage.
-                        if outage == self._totals.pauses:
-                            self._resume()
-                        return outcome.scores
-                    if outcome.error is not None:
-                        self._failed(outcome.replica, tokens, attempts, outcome.error)
+                outcomes = await self._attempt(replica, items, tokens, attempts)
+                scores = next((one.scores for one in outcomes if one.scores is not None), None)
+                for one in outcomes:
+                    if one.error is not None:
+                        self._failed(one.replica, tokens, attempts, one.error, final=scores is None)
+                if scores is None:
+                    continue
+                self._answers += 1
+                # An answer to a request from before the outage does not end the outage.
+                if outage == self._totals.pauses:
+                    self._resume()
+                return scores
         finally:
             self._waiting -= 1
 
@@ -269,9 +272,7 @@ class TeacherPool:
                 outcomes += [task.result() for task in done]
                 if any(outcome.scores is not None for outcome in outcomes):
                     break
-            return sorted(
-                outcomes, key=lambda outcome: outcome.scores is not None
-            )  # failures are noted first
+            return outcomes
         finally:
             for task in running:
                 task.cancel()
@@ -318,7 +319,10 @@ class TeacherPool:
         assert replica.client is not None
         version = self._supervisor.version
         asked = items if self._canary is None else self._canary.with_items(items)
-        scores = list(await replica.client.score(asked, deadline))
+        try:
+            scores = list(await replica.client.score(asked, deadline))
+        except (NoSuchRoute, NotAllowed) as error:  # it was admitted with this path and token
+            raise TeacherUnavailable(str(error)) from error
         for one in scores:
             if one.version != version:
                 raise TeacherReplyError(
@@ -335,13 +339,16 @@ class TeacherPool:
         work = replica.load.outstanding_tokens / self.options.supervisor.slowest_tokens_per_second
         return growth * (self.options.deadline_base + work)
 
-    def _failed(self, replica: Replica, tokens: int, attempts: _Attempts, error: TeacherError) -> None:
+    def _failed(
+        self, replica: Replica, tokens: int, attempts: _Attempts, error: TeacherError, *, final: bool
+    ) -> None:
+        """`final`: raises the error if it is one too many for this request; not if another replica has answered."""
         failure = _kind_of(error)
         attempts.tried.add(replica.name)
         attempts.timeouts += failure is Failure.TIMEOUT
         attempts.bad += failure in (Failure.BAD_REPLY, Failure.SERVER)
         self._supervisor.request_failed(replica, failure, tokens, str(error))
-        if attempts.bad >= self.options.max_bad_attempts:
+        if final and attempts.bad >= self.options.max_bad_attempts:
             raise error
         self._totals.retries += 1
         self._supervisor.tell(EventKind.RETRIED, replica.name, str(error))

@@ -165,6 +165,8 @@ class ReplicaSupervisor:
 
     async def _change_version(self, version: int, deliver: Deliver) -> None:
         async with self._delivering:
+            for replica in self.replicas.values():  # a probe under way would find the old version
+                await _cancelled(replica.probing)
             self.identity, self.version = None, version
             asked = [replica for replica in self.replicas.values() if replica.health.usable]
             lost = await deliver([*(replica.name for replica in asked), *self._joining])
@@ -177,6 +179,8 @@ class ReplicaSupervisor:
                 replica.health.probe_failed(self._clock.now(), str(error))
                 if replica.health.usable:
                     self._eject(replica)
+            else:
+                replica.health.probe_passed(self._clock.now())
         while self.identity is None:
             if self.given_up_reason is not None:
                 raise ClusterError(

@@ -166,8 +166,11 @@ def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:
             "tokens",
             f"a request of {len(request.tokens_T)} tokens; at most {limits.max_request_tokens} are taken",
         )
+    best = max(
+        (k for k, one in zip(request.k_N, request.signals, strict=True) if one is Signal.TOPK), default=0
+    )
     widest = max(request.k_N)
-    if widest > min(limits.max_k, count):
+    if widest > limits.max_k or best > count:  # named ids may repeat
         raise Refused(
             400, "k", f"K = {widest}; at most {limits.max_k} are given, and the vocabulary has {count} tokens"
         )

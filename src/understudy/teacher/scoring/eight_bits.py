@@ -65,11 +65,14 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight_OI, scale_O1 = to_int8(linear.weight.detach())
         self.register_buffer("weight", weight_OI)
-        self.register_buffer("scale", scale_O1[:, 0].to(linear.weight.dtype))
+        dtype = torch.float32 if linear.weight.dtype == torch.float16 else linear.weight.dtype
+        self.register_buffer("scale", scale_O1[:, 0].to(dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, states: Tensor) -> Tensor:
         # One layer's weights are widened at a time, so they take no lasting memory.
+        if states.dtype == torch.float16:  # a product with weights up to 127 would overflow
+            return F.linear(states, widened_rows(self.weight, self.scale, states.dtype), self.bias)
         product = F.linear(states, self.weight.to(states.dtype)) * self.scale
         return product if self.bias is None else product + self.bias
 

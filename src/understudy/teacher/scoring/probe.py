@@ -13,8 +13,8 @@ from understudy.media.store import hash_of
 from understudy.types.scores import ScoreItem, Signal
 
 PROBE_TOKENS = 12
-
-
+CANARY_KEY = "fixed tokens"
+"""The row key of the fixed tokens that a pool sends with every request (`pool/canary.py`)."""
 PROBE_PICTURE = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAKklEQVR42mO8o6HBgA349IhgFWdiIBGMaiAGsITJbc"
     "EqcUIjazSU6KcBADluBLzX17MXAAAAAElFTkSuQmCC"

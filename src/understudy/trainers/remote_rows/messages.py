@@ -20,7 +20,13 @@ import numpy as np
 from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving import frames
-from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
+from understudy.teacher.clients.http import (
+    NoSuchRoute,
+    NotAllowed,
+    ReplicaTimeout,
+    RequestRefused,
+    ScoringFailed,
+)
 from understudy.teacher.manifest import RequestBatching
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
@@ -72,6 +78,8 @@ class External(msgspec.Struct, frozen=True):
     k: int = 0
     """The recipe's K, tried first when the client probes how many logprobs the server returns."""
     batching: RequestBatching = RequestBatching.BY_ARRIVAL
+    aligned: bool = False
+    """The teacher has another tokenizer."""
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):
@@ -136,6 +144,8 @@ TROUBLES: dict[str, type[TeacherError]] = {
     "reply": TeacherReplyError,
     "timeout": ReplicaTimeout,
     "server": ScoringFailed,
+    "route": NoSuchRoute,
+    "token": NotAllowed,
     "refused": RequestRefused,
     "unavailable": TeacherUnavailable,
     "teacher": TeacherError,

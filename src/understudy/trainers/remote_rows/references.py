@@ -15,7 +15,7 @@ import numpy as np
 
 from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import LeaseLost
-from understudy.trainers.row_columns import CANDIDATES
+from understudy.trainers.row_columns import CANDIDATES, MEDIA
 from understudy.types.batch import BatchMeta
 from understudy.types.references import RowPlace
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
@@ -29,6 +29,8 @@ class RemotePlane:
     plane: Any
     """A `TransferQueueDataPlane`."""
     partition: str
+    pictures: bool = False
+    """Whether rows have the column of their pictures."""
     rows_fetched: int = 0
     """Rows whose tokens the trainer's process read to ask a teacher itself."""
 
@@ -99,10 +101,15 @@ class RemoteItem:
         return replace(self, length=length, first=len(prompt), own_prompt=prompt)
 
     async def fetch(self) -> ScoreItem:
-        names = ["tokens", "loss_mask", *([CANDIDATES] if self.signal is Signal.AT_IDS else [])]
-        tokens, mask, *ids = await self.rows.read(self.key, self.written, names)
-        positions = np.flatnonzero(mask).astype(np.int32)
-        item = ScoreItem(self.key, tokens, positions, self.signal, self.k, ids[0] if ids else None)
+        names = ["tokens", "loss_mask"]
+        if self.signal is Signal.AT_IDS:
+            names.append(CANDIDATES)
+        if self.rows.pictures:
+            names.append(MEDIA)
+        row = dict(zip(names, await self.rows.read(self.key, self.written, names), strict=True))
+        positions = np.flatnonzero(row["loss_mask"]).astype(np.int32)
+        media = tuple(row[MEDIA].tolist()) if MEDIA in row else ()
+        item = ScoreItem(self.key, row["tokens"], positions, self.signal, self.k, row.get(CANDIDATES), media)
         return item if self.own_prompt is None else item.after(self.own_prompt)
 
 

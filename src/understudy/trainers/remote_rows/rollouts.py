@@ -32,7 +32,7 @@ from understudy.trainers.produce.rollouts import FailedOutput, RolledOut, Sessio
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.batches import address_of
 from understudy.trainers.remote_rows.references import RemotePlane, RemoteRow
-from understudy.trainers.row_columns import CANDIDATES, SIZES
+from understudy.trainers.row_columns import CANDIDATES, MEDIA, SIZES
 from understudy.types.batch import BatchMeta
 from understudy.types.references import RowPlace
 
@@ -119,12 +119,15 @@ class RemoteRollouts:
         """The columns that scoring needs are put into the queue."""
         plane, meta = self.rows.plane, BatchMeta(self.rows.partition, (key,))
         sizes = (await plane.get(meta, (SIZES,)))[SIZES][0]
-        own, width = ((CANDIDATES,) if self.with_candidates else ()), 0
-        if own:
-            width = (await plane.get(meta, own))[CANDIDATES].values.shape[1]
+        own, width = ["tokens", "loss_mask"], 0
+        if self.with_candidates:
+            own.append(CANDIDATES)
+            width = (await plane.get(meta, (CANDIDATES,)))[CANDIDATES].values.shape[1]
+        if self.rows.pictures:
+            own.append(MEDIA)
         mark = ""
         with suppress(DataPlaneError):  # the queue is lost: the row is scored from the run directory
-            there = await plane.hand_over(meta, ("tokens", "loss_mask", *own))
+            there = await plane.hand_over(meta, own)
             mark = there.marks.get("tokens", ("",))[0]
         mask = np.asarray((await plane.get(meta, ("loss_mask",)))["loss_mask"][0])
         first = int(mask.argmax()) if mask.any() else len(mask)

@@ -26,8 +26,8 @@ from understudy.rollout.workers.pool import LoopWorkers, WorkersLost
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.manifest import Manifest
-from understudy.teacher.pool.canary import KEY as FIXED_TOKENS
 from understudy.teacher.pool.supervisor import Connect
+from understudy.teacher.scoring.probe import CANARY_KEY
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemotePlane, RemoteScores
 from understudy.types.references import ScoreRef, ScoresRef
@@ -132,7 +132,7 @@ class RemoteClient:
     async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> Sequence[ScoresRef]:
         remote = sum(item.place is not None for item in items)
         # Only the fixed tokens may be sent inline beside remote rows: an inline answer carries no candidates.
-        inline = sum(item.key == FIXED_TOKENS for item in items)
+        inline = sum(item.key == CANARY_KEY for item in items)
         if remote and remote + inline == len(items) and self._address is not None:
             found = await self._scoring.ask(self._address, items, timeout)
             if found is not None:

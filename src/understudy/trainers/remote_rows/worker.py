@@ -211,6 +211,7 @@ def client_of(address: wire.ReplicaAddress, media: MediaStore | None = None) -> 
         k=told.k,
         media=media,
         batching=told.batching,
+        aligned=told.aligned,
     )
     return connect(address.teacher, address.replica, endpoint)
 

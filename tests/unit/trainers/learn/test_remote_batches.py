@@ -28,12 +28,18 @@ class Rows:
         self.fetched.append(meta.fields)
         if not self.works:
             raise RowsUnreachable("the queue is gone")
-        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+        return self._cut(meta)
 
     def from_disk(self, meta: BatchMeta, reason: str) -> Batch:
         assert reason == "the queue is gone"
         self.from_disk_fields.append(meta.fields)
-        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+        return self._cut(meta)
+
+    def _cut(self, meta: BatchMeta) -> Batch:
+        """The columns named in `meta.fields`, and no others."""
+        batch = self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+        absent: dict[str, Any] = {"media": (), "teacher_logprobs": None}
+        return replace(batch, **{name: none for name, none in absent.items() if name not in meta.fields})
 
 
 FIELDS = (*STREAMS, "teacher_logprobs")
@@ -51,9 +57,9 @@ OWN_MODEL = {"correction", "reference", "critic", "mini-batches", "given answers
 """Those for which the trainer's process looks at the rows' tokens itself."""
 
 
-def remote(batch: Batch, source: Rows) -> RemoteBatch:
+def remote(batch: Batch, source: Rows, fields: tuple[str, ...] = FIELDS) -> RemoteBatch:
     return RemoteBatch(
-        BatchMeta("train", batch.keys, FIELDS),
+        BatchMeta("train", batch.keys, fields),
         tuple(batch.tokens.lengths.tolist()),
         batch.loss_lengths,
         source,
@@ -96,3 +102,17 @@ def test_what_the_trainer_needs_itself_comes_from_the_run_directory_when_the_que
     there, here = remote(batch_of(), source).streams(), batch_of()
     assert torch.equal(there.tokens.values, here.tokens.values) and there.rewards == here.rewards
     assert source.from_disk_fields == [STREAMS]
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["queue", "run directory"])
+def test_the_trainers_own_rows_have_their_pictures(works: bool) -> None:
+    """A reference model reads them too. Columns of the teacher are left out."""
+    batch = batch_of()
+    batch = replace(
+        batch,
+        media=tuple((f"{row}.png",) for row in range(len(batch))),
+        teacher_logprobs=batch.behaviour_logprobs,
+    )
+    found = remote(batch, Rows(batch, works), (*FIELDS, "media")).streams()
+    assert found.media == batch.media and found.teacher_logprobs is None
+    assert remote(batch, Rows(batch, works)).streams().media == ()

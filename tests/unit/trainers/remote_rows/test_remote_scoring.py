@@ -24,6 +24,7 @@ from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
+from understudy.trainers.remote_rows.rollouts import RemoteRollouts
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.remote_rows.worker import RemoteRowHandler, _UnscoredRows
 from understudy.trainers.row_columns import score_columns
@@ -285,6 +286,49 @@ def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
     found = asyncio.run(row.to_score(Signal.TOPK, 4).fetch())
     assert found.tokens.tolist() == TOKENS.tolist() and found.positions.tolist() == [2, 3, 4]
     assert read == [{"tokens", "loss_mask"}], "the columns of the request, no others"
+
+
+@pytest.mark.parametrize("place", ["location", "ledger"])
+@pytest.mark.parametrize("media", [("aa", "bb"), ()])
+def test_a_row_that_is_fetched_here_brings_its_pictures(place: str, media: tuple[str, ...]) -> None:
+    """A teacher with a cache, a mixture, lost workers: the trainer's process asks, and with the whole row."""
+    columns = {
+        "tokens": TOKENS,
+        "loss_mask": np.array([False, False, True, True, True]),
+        "media": list(media),
+    }
+
+    class Ledger(Plane):
+        async def get(self, meta: Any, names: Sequence[str]) -> dict[str, Any]:
+            return {name: [columns[name]] for name in names}
+
+        async def cells(self, asked: WrittenRow) -> dict[str, Any]:
+            return {name: columns[name] for name in asked.cells}
+
+    written = WrittenRow(dict.fromkeys(columns, SpillRef(3, 0, 9, 1))) if place == "location" else None
+    row = replace(remote_row(RemotePlane(Ledger(), "train", pictures=True)), written=written)
+    found = asyncio.run(row.to_score(Signal.TOPK, 4).fetch())
+    assert found.media == media and found.tokens.tolist() == TOKENS.tolist()
+
+
+def test_a_row_of_an_earlier_launch_is_handed_over_with_its_pictures() -> None:
+    handed: list[tuple[str, ...]] = []
+
+    class Ledger(Plane):
+        async def get(self, meta: Any, names: Sequence[str]) -> dict[str, Any]:
+            return (
+                {"sizes": [{"tokens": 5, "loss": 3}]} if "sizes" in names else await super().get(meta, names)
+            )
+
+        async def hand_over(self, meta: Any, names: Sequence[str]) -> Any:
+            handed.append(tuple(names))
+            return SimpleNamespace(marks={"tokens": ("5f0c2a.1",)})
+
+    rows = RemotePlane(Ledger(), "train", pictures=True)
+    rollouts = RemoteRollouts(None, rows, None, None, with_candidates=True)  # type: ignore[arg-type]
+    row = asyncio.run(rollouts.stored("row_0_0"))
+    assert handed == [("tokens", "loss_mask", "candidate_ids", "media")]
+    assert (row.length, row.first, row.candidates, row.place.mark) == (5, 2, 2, "5f0c2a.1")
 
 
 def test_stored_scores_are_read_and_recorded_by_location() -> None:
