@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from tokenizers import Tokenizer
 
 from understudy.config import Recipe
@@ -212,6 +215,21 @@ def _to_json(value: Any, **given: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **given})
 
 
+class GenerationTag(Extension):
+    """`{% generation %} … {% endgeneration %}`, with which templates mark for transformers what the model writes. Their text
+    is rendered as it stands; the scope of variables is that of transformers' tag."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 def prompt_length(
     student: ModelFolder,
     recipe: Recipe,
@@ -224,7 +242,7 @@ def prompt_length(
     for. `owner`: the model whose folder it is, for errors."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
 
     def refuse(message: str) -> None:
@@ -233,7 +251,7 @@ def prompt_length(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: form
-    template = environment.from_string(student.chat_template) if student.chat_template else None
+    template = _compiled(environment, student, owner)
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
@@ -245,6 +263,8 @@ def prompt_length(
         tools = schemas(Prompt("", 0, 0, "", columns=row)) if schemas else None
         if isinstance(content, str):
             return content, True
+        if isinstance(template, DataError):
+            raise template
         if template is None:
             raise jinja2.TemplateError(
                 "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
@@ -272,3 +292,16 @@ def prompt_length(
         return Measured(len(ids), next((one for one in ids if one in lacked), None) if lacked else None)
 
     return measure
+
+
+def _compiled(
+    environment: jinja2.Environment, folder: ModelFolder, owner: str
+) -> jinja2.Template | DataError | None:
+    """The model's chat template; an error for its first chat if it cannot be compiled; None if it has none."""
+    try:
+        return environment.from_string(folder.chat_template) if folder.chat_template else None
+    except jinja2.TemplateSyntaxError as error:
+        return DataError(
+            f"cannot be rendered: the chat template of {owner} ({folder.path}) is not Jinja that transformers reads: "
+            f"{error.message} (line {error.lineno}); mend the template"
+        )
