@@ -270,9 +270,11 @@ def prompt_length(
                 "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
             )
         given = {**special, **recipe.rollout.template_options}
+        # As transformers does. `'tool_calls' in message` is true of a null too.
+        chat = [{name: one for name, one in message.items() if one is not None} for message in content]
         with within():
             return template.render(
-                messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
+                messages=chat, tools=tools or row.get("tools"), add_generation_prompt=True, **given
             ), False
 
     def measure(row: Row) -> Measured | None:

@@ -165,9 +165,8 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
             raise DataError(
                 f"{key}, row {number} is a {type(row).__name__}; expected an object with `prompt` or `messages`"
             )
-        rows.append(
-            {name: _unpacked(value) for name, value in portable_row(_without_nulls(row), Path.cwd()).items()}
-        )
+        plain = {name: _unpacked(value) for name, value in row.items()}
+        rows.append(portable_row(_without_nulls(plain), Path.cwd()))
         for name, value in rows[-1].items():
             if (odd := _odd_value(value)) is not None:
                 raise DataError(
@@ -195,8 +194,26 @@ def digest_of(rows: Iterable[Any]) -> bytes:
 
 
 def _without_nulls(row: Row) -> dict[str, Any]:
-    """The row without null columns: columnar formats store a null where a row lacks a column."""
-    return {str(name): value for name, value in row.items() if value is not None}
+    """The row without null columns, and chats and tools without null entries: columnar formats store a null for
+    every column or key that another row has and this one lacks."""
+    return {
+        str(name): _dense(value) if name == "tools" or _is_chat(value) else value
+        for name, value in row.items()
+        if value is not None
+    }
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(
+        isinstance(one, Mapping) and "role" in one for one in value
+    )
+
+
+def _dense(value: Any) -> Any:
+    """The value without the keys of objects that are null, at any depth. A null in a list stays: `enum` may hold one."""
+    if isinstance(value, Mapping):
+        return {name: _dense(one) for name, one in value.items() if one is not None}
+    return [_dense(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _unpacked(value: Any) -> Any:

@@ -72,3 +72,13 @@ def test_a_template_that_cannot_be_compiled(tmp_path: Path) -> None:
     told = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
     with pytest.raises(DataError, match=told):
         lengths(folder, {"messages": CHAT})
+
+
+def test_a_message_with_null_has_no_such_key(tmp_path: Path) -> None:
+    """Llama 3.1's template asks for the number of its calls where `'tool_calls' in message`."""
+    tokenizer = copy(chat_tokenizer("llama3"))
+    tokenizer.chat_template = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }} calls{% endif %}{{ m.content }}{% endfor %}"
+    measured, rendered = lengths(
+        written(tokenizer, tmp_path), {"messages": [{**CHAT[0], "tool_calls": None}]}
+    )
+    assert measured == rendered
