@@ -251,7 +251,7 @@ def prompt_length(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: form
-    template = _compiled(environment, student, owner)
+    templates = _Templates(environment, student, owner)
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
@@ -263,19 +263,13 @@ def prompt_length(
         tools = schemas(Prompt("", 0, 0, "", columns=row)) if schemas else None
         if isinstance(content, str):
             return content, True
-        if isinstance(template, DataError):
-            raise template
-        if template is None:
-            raise jinja2.TemplateError(
-                "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
-            )
+        tools = tools or row.get("tools") or None
         given = {**special, **recipe.rollout.template_options}
         # As transformers does. `'tool_calls' in message` is true of a null too.
         chat = [{name: one for name, one in message.items() if one is not None} for message in content]
+        template = templates.of(with_tools=bool(tools))
         with within():
-            return template.render(
-                messages=chat, tools=tools or row.get("tools"), add_generation_prompt=True, **given
-            ), False
+            return template.render(messages=chat, tools=tools, add_generation_prompt=True, **given), False
 
     def measure(row: Row) -> Measured | None:
         try:
@@ -296,14 +290,35 @@ def prompt_length(
     return measure
 
 
-def _compiled(
-    environment: jinja2.Environment, folder: ModelFolder, owner: str
-) -> jinja2.Template | DataError | None:
-    """The model's chat template; an error for its first chat if it cannot be compiled; None if it has none."""
-    try:
-        return environment.from_string(folder.chat_template) if folder.chat_template else None
-    except jinja2.TemplateSyntaxError as error:
-        return DataError(
-            f"cannot be rendered: the chat template of {owner} ({folder.path}) is not Jinja that transformers reads: "
-            f"{error.message} (line {error.lineno}); mend the template"
-        )
+class _Templates:
+    """The chat templates of a model, compiled for the first row that needs them."""
+
+    def __init__(self, environment: jinja2.Environment, folder: ModelFolder, owner: str) -> None:
+        self._environment, self._folder, self._owner = environment, folder, owner
+        self._known: dict[str, jinja2.Template | str] = {}
+        """By name; a text says why one cannot be compiled."""
+
+    def of(self, *, with_tools: bool) -> jinja2.Template:
+        """The one that transformers takes for a chat with or without tools."""
+        names = self._folder.chat_templates
+        name = "tool_use" if with_tools and "tool_use" in names else "default"
+        if name not in names:
+            others = f"none named `default`, only {', '.join(sorted(names))}; rename one" if names else ""
+            raise jinja2.TemplateError(
+                f"the tokenizer has {others or 'no chat template; give `prompt` instead of `messages`, or add one'}"
+            )
+        if name not in self._known:
+            self._known[name] = self._compiled(names[name])
+        found = self._known[name]
+        if isinstance(found, str):
+            raise DataError(found)
+        return found
+
+    def _compiled(self, source: str) -> jinja2.Template | str:
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            return (
+                f"cannot be rendered: the chat template of {self._owner} ({self._folder.path}) is not Jinja that transformers "
+                f"reads: {error.message} (line {error.lineno}); mend the template"
+            )

@@ -79,7 +79,7 @@ class Renderer:
         if prompt.text is not None:
             ids = self._tokenize(prompt.key, self._with_literals(prompt.text), special=True)
         else:
-            tools = tools or prompt.columns.get("tools")
+            tools = tools or prompt.columns.get("tools") or None
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
             ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:

@@ -1,7 +1,9 @@
 """`check` measures prompts as the run renders them, without importing transformers."""
 
+import json
 from copy import copy
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -82,3 +84,44 @@ def test_a_message_with_null_has_no_such_key(tmp_path: Path) -> None:
         written(tokenizer, tmp_path), {"messages": [{**CHAT[0], "tool_calls": None}]}
     )
     assert measured == rendered
+
+
+NAMED = {
+    "default": "{{ messages[0].content }}",
+    "tool_use": "{{ tools | length }} tools: {{ messages[0].content }}",
+    "rag": "{{ documents }}",
+}
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+@pytest.mark.parametrize("tools", [None, [], [TOOL]])
+def test_templates_with_names(tmp_path: Path, as_files: bool, tools: list[Any] | None) -> None:
+    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = NAMED
+    folder = written(tokenizer, tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    if not as_files:
+        as_one_list(tmp_path, NAMED)
+    assert dict(folder.chat_templates) == NAMED and folder.chat_template == NAMED["default"]
+    measured, rendered = lengths(folder, {"messages": CHAT, "tools": tools})
+    assert (
+        measured == rendered == len(tokenizer(("1 tools: " if tools else "") + "What is 1 + 2?")["input_ids"])
+    )
+
+
+def as_one_list(folder: Path, templates: dict[str, str]) -> None:
+    """As older releases of transformers write them."""
+    rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": one} for name, one in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_no_template_is_the_default(tmp_path: Path) -> None:
+    folder = written(chat_tokenizer("chatml"), tmp_path)
+    as_one_list(tmp_path, {name: one for name, one in NAMED.items() if name != "default"})
+    with pytest.raises(
+        DataError, match="the tokenizer has none named `default`, only rag, tool_use; rename one"
+    ):
+        lengths(folder, {"messages": CHAT})
