@@ -16,7 +16,7 @@ from typing import Any
 
 from understudy.config.model_paths import nearest_folder
 from understudy.errors import DataError
-from understudy.nn.rotary_border import rotary_border
+from understudy.nn.rotary_border import rotary_border, stated_context
 from understudy.planning.models.weight_files import incomplete, tensor_shapes, weight_files
 from understudy.teacher.vocabulary import Vocabulary
 
@@ -105,8 +105,7 @@ class ModelFolder:
 
     @property
     def context(self) -> int | None:
-        value = self._text.get("max_position_embeddings")
-        return int(value) if value else None
+        return stated_context(self._text.get)
 
     @property
     def layer_types(self) -> list[str] | None:
