@@ -118,6 +118,10 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             raise DataError(
                 f"{key}: {path} is not UTF-8 text after line {number} ({error.reason}); save it as UTF-8"
             ) from None
+        except ValueError as error:  # an integer of more digits than Python reads
+            raise DataError(
+                f"{key}: {path}, line {number} cannot be read: {str(error).partition(';')[0]}; write the number as text"
+            ) from None
         except RecursionError:
             raise DataError(f"{key}: {path}, line {number} is nested too deeply to be read") from None
 
