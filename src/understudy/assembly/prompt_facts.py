@@ -20,11 +20,9 @@ from understudy.planning.teacher_checks import own_prompts, scores_row
 from understudy.policy.load import load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, Row
-from understudy.rollout.render import Renderer
+from understudy.rollout.render import Renderer, turn_end
 from understudy.rollout.row_length import longest_row, prompts_of
 from understudy.rollout.teacher_prompts import TeacherPrompts
-from understudy.rollout.template_bounds import bound_chat_templates
-from understudy.rollout.template_deadline import within
 from understudy.teacher.alignment import TokenAligner, TurnEnds
 from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
 from understudy.teacher.token_bytes import TokenBytes
@@ -35,7 +33,6 @@ from understudy.types.usable_ids import UsableIds
 _AT_A_TIME = 256
 """Prompts rendered in one batch, which halves the work."""
 _NO_LIMIT = 1 << 30
-_MARKER = "understudy-turn-marker"
 
 
 def student_facts(
@@ -235,22 +232,6 @@ def _bytes_of(tokenizer: PreTrainedTokenizerBase, place: str) -> TokenBytes:
             f"{place}: vocabulary = 'align' needs tokenizer.json, and this tokenizer has none; save it with a fast tokenizer"
         )
     return TokenBytes(backend.to_str(), place)
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
-    eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    if not tokenizer.chat_template:
-        return eos
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-    try:
-        bound_chat_templates()
-        with within():
-            text = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(_MARKER)[2]
-    except Exception:  # a template is a program: it may raise anything
-        return eos
-    written = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return next((int(one) for one in written if one in tokenizer.all_special_ids), eos)
 
 
 def longest_own_prompt(

@@ -84,7 +84,7 @@ async def find_usable_ids(
 
 def _template(student: LoadedModel) -> str | None:
     template = student.tokenizer.chat_template
-    return template if isinstance(template, str) else None
+    return template.get("default") if isinstance(template, dict) else template
 
 
 async def _teacher(name: str, teacher: TeacherConfig, token: str | None) -> Side | None:

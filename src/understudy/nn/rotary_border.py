@@ -1,4 +1,4 @@
-"""Finds the length at which a model's rotary frequencies change, from its configuration; no torch.
+"""Finds a model's context, and the length at which its rotary frequencies change, from its configuration; no torch.
 
 transformers chooses these frequencies by the longest position of a whole *batch*:
 
@@ -11,11 +11,20 @@ cached before the border would have been rotated by other frequencies than the q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _BY_LENGTH = ("longrope", "su")
 """`su` is the name of `longrope` in the first Phi-3 files."""
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+def stated_context(key: Callable[[str], Any]) -> int | None:
+    """The longest sequence that the model was made for, in tokens; None if its configuration states none. `key` gives
+    the value of a key of the configuration, or None."""
+    values = (key(name) for name in _CONTEXT)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def rotary_border(config: Mapping[str, Any]) -> int | None:

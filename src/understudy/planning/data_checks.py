@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from tokenizers import Tokenizer
 
 from understudy.config import Recipe
@@ -212,6 +215,21 @@ def _to_json(value: Any, **given: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **given})
 
 
+class GenerationTag(Extension):
+    """`{% generation %} … {% endgeneration %}`, with which templates mark for transformers what the model writes. Their text
+    is rendered as it stands; the scope of variables is that of transformers' tag."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 def prompt_length(
     student: ModelFolder,
     recipe: Recipe,
@@ -224,7 +242,7 @@ def prompt_length(
     for. `owner`: the model whose folder it is, for errors."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
 
     def refuse(message: str) -> None:
@@ -233,7 +251,7 @@ def prompt_length(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: form
-    template = environment.from_string(student.chat_template) if student.chat_template else None
+    templates = _Templates(environment, student, owner)
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
@@ -245,15 +263,19 @@ def prompt_length(
         tools = schemas(Prompt("", 0, 0, "", columns=row)) if schemas else None
         if isinstance(content, str):
             return content, True
-        if template is None:
-            raise jinja2.TemplateError(
-                "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
+        tools = tools or row.get("tools") or None
+        name = next((one for one in tools or () if isinstance(one, str)), None)
+        if name and (row.get("agent") or recipe.rollout.agent) == "single_turn":
+            raise DataError(
+                f"names the tool {name!r} (`tools`), and the agent loop single_turn has no schema of it for the chat template; give "
+                'the row agent = "tool", or the schema of the tool in place of its name'
             )
         given = {**special, **recipe.rollout.template_options}
+        # As transformers does. `'tool_calls' in message` is true of a null too.
+        chat = [{name: one for name, one in message.items() if one is not None} for message in content]
+        template = templates.of(with_tools=bool(tools))
         with within():
-            return template.render(
-                messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
-            ), False
+            return template.render(messages=chat, tools=tools, add_generation_prompt=True, **given), False
 
     def measure(row: Row) -> Measured | None:
         try:
@@ -272,3 +294,37 @@ def prompt_length(
         return Measured(len(ids), next((one for one in ids if one in lacked), None) if lacked else None)
 
     return measure
+
+
+class _Templates:
+    """The chat templates of a model, compiled for the first row that needs them."""
+
+    def __init__(self, environment: jinja2.Environment, folder: ModelFolder, owner: str) -> None:
+        self._environment, self._folder, self._owner = environment, folder, owner
+        self._known: dict[str, jinja2.Template | str] = {}
+        """By name; a text says why one cannot be compiled."""
+
+    def of(self, *, with_tools: bool) -> jinja2.Template:
+        """The one that transformers takes for a chat with or without tools."""
+        names = self._folder.chat_templates
+        name = "tool_use" if with_tools and "tool_use" in names else "default"
+        if name not in names:
+            others = f"none named `default`, only {', '.join(sorted(names))}; rename one" if names else ""
+            raise jinja2.TemplateError(
+                f"the tokenizer has {others or 'no chat template; give `prompt` instead of `messages`, or add one'}"
+            )
+        if name not in self._known:
+            self._known[name] = self._compiled(names[name])
+        found = self._known[name]
+        if isinstance(found, str):
+            raise DataError(found)
+        return found
+
+    def _compiled(self, source: str) -> jinja2.Template | str:
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            return (
+                f"cannot be rendered: the chat template of {self._owner} ({self._folder.path}) is not Jinja that transformers "
+                f"reads: {error.message} (line {error.lineno}); mend the template"
+            )

@@ -26,7 +26,7 @@ from understudy.errors import DataError
 from understudy.rollout.dataset import Dataset
 from understudy.rollout.loading import moved, without_suffix
 from understudy.rollout.rewards import trial as reward_trial
-from understudy.rollout.rewards.builtin import answer_of
+from understudy.rollout.rewards.builtin import answers_of
 from understudy.rollout.rewards.rewards import row_of
 from understudy.serving.process_group import end_group, has_ended
 
@@ -99,7 +99,7 @@ def _shipped(recipe: Recipe, reward: str, datasets: Mapping[str, Dataset]) -> Re
         for number, row in enumerate(dataset.rows):
             try:
                 # An async reward grades in its own processes: all it needs of a row is the answer.
-                answer_of(row) if reward_trial.is_async(function) else function(row, "")
+                answers_of(row) if reward_trial.is_async(function) else function(row, "")
             except DataError as error:
                 failed += 1
                 first = first or f"data.reward = {reward!r}: {key}: {dataset.place(number)}: {error}"

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 
 from understudy.errors import DataError, PolicyError
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
+from understudy.nn.rotary_border import stated_context
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -89,11 +90,7 @@ def context_length(model: PreTrainedModel) -> int:
 
 def context_of_config(whole: PretrainedConfig) -> int:
     config = whole.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1 << 30
+    return stated_context(lambda name: getattr(config, name, None)) or 1 << 30
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

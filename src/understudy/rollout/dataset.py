@@ -13,6 +13,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -29,6 +30,7 @@ _CONTENT = {"prompt", "messages", "data_source", *IMAGES}
 """Columns that become fields of a `Prompt`; the rest stay columns."""
 VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}
 """Names in verl's `agent_name` column → our loops."""
+_SHOWN = 60
 COMPLETION = "completion"
 """TRL's column of given answers; here also the last message of a chat that ends with an answer."""
 
@@ -184,6 +186,8 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
         raise DataError(
             f"{place} has {name} (column `{name}`); only text and images are read, so drop the column"
         )
+    if isinstance(row.get("tools"), str) and not isinstance(content, str):
+        row = {**row, "tools": _tools_of_text(place, row["tools"])}
     images = images_of(place, row)
     if (where := _lone_surrogate(row)) is not None:
         raise DataError(
@@ -195,6 +199,7 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
             f'{place} has images beside a plain `prompt`; give it `messages`: [{{"role": "user", "content": "<image>…"}}]'
         )
     if not isinstance(content, str):
+        _check_tools(place, row.get("tools"))
         asked, answer = _split_answer(place, content, row)
         if answer is not None:
             changes[COMPLETION] = answer
@@ -207,6 +212,35 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
     if agent is not None and agent != row.get("agent"):
         changes["agent"] = agent
     return {**row, **changes} if changes else row
+
+
+_TOOLS = (
+    "expected a list of function schemas or of names of the agent loop's tools, or that list as JSON text"
+)
+
+
+def _tools_of_text(place: str, text: str) -> Any:
+    """Tools that a data file holds as JSON text, in whole or each."""
+    try:
+        tools = json.loads(text) if text.strip() else None
+        if isinstance(tools, list):
+            tools = [
+                json.loads(one) if isinstance(one, str) and one.startswith("{") else one for one in tools
+            ]
+    except (ValueError, RecursionError) as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        raise DataError(f"{place}: tools is the text {shown!r}, no JSON ({error}); {_TOOLS}") from None
+    return tools
+
+
+def _check_tools(place: str, tools: Any) -> None:
+    if not tools:
+        return
+    if not isinstance(tools, list | tuple):
+        raise DataError(f"{place}: tools is a {type(tools).__name__}; {_TOOLS}")
+    for i, one in enumerate(tools):
+        if not isinstance(one, Mapping | str):
+            raise DataError(f"{place}: tools[{i}] is {one!r}; {_TOOLS}")
 
 
 def _split_answer(place: str, messages: Any, row: Row) -> tuple[Any, str | None]:

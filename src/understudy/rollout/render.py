@@ -7,6 +7,7 @@ change white space, and the trained tokens would no longer be those the engine p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Renderer:
         self._limit = min(max_prompt or context, context - reserve)
         self._truncate = truncate
         self._template_options = dict(template_options or {})
-        self._special_ids = set(tokenizer.all_special_ids)
+        self._special_ids = special_ids(tokenizer)
         self._ready: dict[str, tuple[Prompt, np.ndarray]] = {}
         """By key: prompts that `ahead` has rendered."""
 
@@ -60,6 +61,11 @@ class Renderer:
     def context(self) -> int:
         """The maximum length of a rollout in tokens."""
         return self._context
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The id that ends an assistant's turn in a chat."""
+        return turn_end(self.tokenizer, self._template_options)
 
     def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
         """int32 [T]: the tokens of this prompt, up to where the student's answer starts.
@@ -73,7 +79,7 @@ class Renderer:
         if prompt.text is not None:
             ids = self._tokenize(prompt.key, self._with_literals(prompt.text), special=True)
         else:
-            tools = tools or prompt.columns.get("tools")
+            tools = tools or prompt.columns.get("tools") or None
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
             ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:
@@ -226,3 +232,30 @@ class Renderer:
                         (literal[1:] if j else "") + part + (literal[:1] if j + 1 < len(parts) else "")
                     )
         return pieces
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """The ids of all special tokens. `all_special_ids` lacks those without a name, such as Gemma 3's `<end_of_turn>`."""
+    try:
+        added = tokenizer.added_tokens_decoder
+    except NotImplementedError:  # mistral_common's tokenizers
+        added = {}
+    return {int(number) for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+
+
+def turn_end(tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> int | None:
+    """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
+    eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    if not getattr(tokenizer, "chat_template", None):
+        return eos
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+    try:
+        bound_chat_templates()
+        with within():
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **(template_options or {}))
+    except Exception:  # a template is a program: it may raise anything
+        return eos
+    _, shown, after = str(text).rpartition(_MARKER)
+    written = tokenizer(after if shown else "", add_special_tokens=False)["input_ids"]
+    special = special_ids(tokenizer)
+    return next((int(one) for one in written if one in special), eos)

@@ -118,6 +118,10 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             raise DataError(
                 f"{key}: {path} is not UTF-8 text after line {number} ({error.reason}); save it as UTF-8"
             ) from None
+        except ValueError as error:  # an integer of more digits than Python reads
+            raise DataError(
+                f"{key}: {path}, line {number} cannot be read: {str(error).partition(';')[0]}; write the number as text"
+            ) from None
         except RecursionError:
             raise DataError(f"{key}: {path}, line {number} is nested too deeply to be read") from None
 
@@ -165,9 +169,8 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
             raise DataError(
                 f"{key}, row {number} is a {type(row).__name__}; expected an object with `prompt` or `messages`"
             )
-        rows.append(
-            {name: _unpacked(value) for name, value in portable_row(_without_nulls(row), Path.cwd()).items()}
-        )
+        plain = {name: _unpacked(value) for name, value in row.items()}
+        rows.append(portable_row(_without_nulls(plain), Path.cwd()))
         for name, value in rows[-1].items():
             if (odd := _odd_value(value)) is not None:
                 raise DataError(
@@ -195,8 +198,26 @@ def digest_of(rows: Iterable[Any]) -> bytes:
 
 
 def _without_nulls(row: Row) -> dict[str, Any]:
-    """The row without null columns: columnar formats store a null where a row lacks a column."""
-    return {str(name): value for name, value in row.items() if value is not None}
+    """The row without null columns, and chats and tools without null entries: columnar formats store a null for
+    every column or key that another row has and this one lacks."""
+    return {
+        str(name): _dense(value) if name == "tools" or _is_chat(value) else value
+        for name, value in row.items()
+        if value is not None
+    }
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(
+        isinstance(one, Mapping) and "role" in one for one in value
+    )
+
+
+def _dense(value: Any) -> Any:
+    """The value without the keys of objects that are null, at any depth. A null in a list stays: `enum` may hold one."""
+    if isinstance(value, Mapping):
+        return {name: _dense(one) for name, one in value.items() if one is not None}
+    return [_dense(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _unpacked(value: Any) -> Any:

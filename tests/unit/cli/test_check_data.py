@@ -67,6 +67,21 @@ def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> 
     assert check(rows, "rollout.agent=tool")[0] == 0
 
 
+def test_tools_as_text_and_by_name(check: Check) -> None:
+    rows = [{"messages": CHAT}, {"messages": CHAT, "tools": '[{"name": "less"}]'}]
+    assert check(rows)[0] == 0
+    for wrong, told in ((5, "tools is a int"), ("less", "tools is the text 'less', no JSON")):
+        code, said = check([*rows, {"messages": CHAT, "tools": wrong}])
+        assert code == 2 and f"rows.jsonl, line 3: {told}" in said and "unexpected" not in said
+    named = [*rows, {"messages": CHAT, "tools": ["calculator"]}]
+    code, said = check(named)
+    assert (
+        code == 2
+        and "line 3 names the tool 'calculator' (`tools`), and the agent loop single_turn has" in said
+    )
+    assert check([{**named[2], "agent": "tool"}], 'rollout.agent_options.tool.tools=["calculator"]')[0] == 0
+
+
 def test_plain_text_under_the_tool_loop(check: Check) -> None:
     code, said = check([{"prompt": "12+34="}], "rollout.agent=tool")
     assert code == 2 and "line 1 is plain text (`prompt`), and the tool loop reads chats" in said

@@ -1,17 +1,20 @@
 """Models whose rotary embedding changes with length: what is computed for a row does not depend on the rows beside it."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from plain_figures import generation_error, gradient_error, plain_logprobs, rows_of, score_error
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTJConfig, Qwen3Config
 
 from understudy.engines.local.engine import HFEngine
 from understudy.errors import EngineError
 from understudy.nn.rotary_border import rotary_border
+from understudy.planning.models.folder import ModelFolder
+from understudy.policy.load import context_of_config
 from understudy.policy.policy import Policy
 from understudy.policy.reference import ReferenceModel as FrozenPolicy
 from understudy.policy.step import PolicySettings
@@ -113,3 +116,18 @@ def test_generation_that_may_cross_is_refused_with_what_to_set(longrope: Any) ->
 )
 def test_the_border_is_read_from_the_configuration(config: dict[str, Any], border: int | None) -> None:
     assert rotary_border(config) == border
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, GPTJConfig, Qwen3Config])
+def test_the_context_is_the_same_to_the_plan_and_to_the_run(tmp_path: Path, kind: Any) -> None:
+    """GPT-2 calls it `n_positions`."""
+    name = kind.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    kind(**{name: 48}).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert ModelFolder(tmp_path).context == context_of_config(loaded) == 48
+
+
+def test_a_configuration_without_a_context(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "max_position_embeddings": null}')
+    assert ModelFolder(tmp_path).context is None
+    assert context_of_config(AutoConfig.from_pretrained(tmp_path)) == 1 << 30

@@ -1,13 +1,18 @@
 """`check` measures prompts as the run renders them, without importing transformers."""
 
+import json
+from copy import copy
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import pytest
 from chat_tokenizers import chat_tokenizer
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import AutoTokenizer, Qwen3Config
 
 from understudy.config import parse_recipe
+from understudy.errors import DataError
 from understudy.planning.data_checks import prompt_length
 from understudy.planning.models.folder import ModelFolder
 from understudy.rollout.render import Renderer
@@ -16,16 +21,107 @@ from understudy.types.prompt import Prompt
 TOOL = {"type": "function", "function": {"name": "less", "description": "a < b & c > 'd'", "parameters": {}}}
 
 
+CHAT = [{"role": "user", "content": "What is 1 + 2?"}]
+
+
+def written(tokenizer: Any, folder: Path) -> ModelFolder:
+    """A model with this tokenizer, enough to measure prompts."""
+    tokenizer.save_pretrained(folder)
+    Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+    save_file({}, folder / "model.safetensors")
+    return ModelFolder.open(str(folder), "student.model")
+
+
+def lengths(folder: ModelFolder, row: dict[str, Any], **rollout: Any) -> tuple[int, int]:
+    """Of the row's prompt as `check` measures it, and as the run renders it."""
+    recipe = parse_recipe({"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}, "rollout": rollout})  # fmt: skip
+    found = prompt_length(folder, recipe)(row)
+    assert found is not None
+    renderer = Renderer(AutoTokenizer.from_pretrained(folder.path), context=4000, template_options=recipe.rollout.template_options)  # fmt: skip
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    prompt = Prompt("k", 0, 0, "", messages=tuple(row["messages"]), columns=columns)
+    return found.length, len(renderer.render(prompt))
+
+
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
 def test_tools_with_marks_of_html_have_the_length_they_are_rendered_with(family: str, tmp_path: Path) -> None:
     """Jinja's own `tojson` writes `<` as six characters."""
-    tokenizer = chat_tokenizer(family)
-    tokenizer.save_pretrained(tmp_path)
-    Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
-    recipe = parse_recipe({"student": {"model": str(tmp_path)}, "teachers": {"t": {"model": str(tmp_path)}}, "data": {"train": "rows.jsonl"}})  # fmt: skip
     row = {"messages": [{"role": "user", "content": "is 1 < 2?"}], "tools": [TOOL]}
-    found = prompt_length(ModelFolder.open(str(tmp_path), "student.model"), recipe)(row)
-    prompt = Prompt("k", 0, 0, "", messages=tuple(row["messages"]), columns=row)
-    assert found is not None
-    assert found.length == len(Renderer(tokenizer, context=2000).render(prompt, tools=row["tools"]))
+    measured, rendered = lengths(written(chat_tokenizer(family), tmp_path), row)
+    assert measured == rendered
+
+
+GENERATION = (
+    "{% set mark = 'outside ' %}{% for m in messages %}{% if m.role == 'assistant' -%}"
+    "{% generation %}{% set mark = 'inside ' %}{{ m.content }}{{ loop.index }}{% if loop.last %}!{% endif %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ mark }}{{ m.content }}{% endif %}{% endfor %}{{ mark }}"
+)
+
+
+def test_a_template_that_marks_what_the_model_writes(tmp_path: Path) -> None:
+    """SmolLM3, Phi-4 and TRL's training templates have transformers' own tag."""
+    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = GENERATION
+    chat = [*CHAT, {"role": "assistant", "content": "3"}, *CHAT]
+    measured, rendered = lengths(written(tokenizer, tmp_path), {"messages": chat})
+    assert measured == rendered == len(tokenizer("outside What is 1 + 2?32<|im_end|>outside What is 1 + 2?outside ")["input_ids"])  # fmt: skip
+
+
+def test_a_template_that_cannot_be_compiled(tmp_path: Path) -> None:
+    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = "{{ messages[0].content }}\n{% unknown %}"
+    folder = written(tokenizer, tmp_path)
+    told = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
+    with pytest.raises(DataError, match=told):
+        lengths(folder, {"messages": CHAT})
+
+
+def test_a_message_with_null_has_no_such_key(tmp_path: Path) -> None:
+    """Llama 3.1's template asks for the number of its calls where `'tool_calls' in message`."""
+    tokenizer = copy(chat_tokenizer("llama3"))
+    tokenizer.chat_template = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }} calls{% endif %}{{ m.content }}{% endfor %}"
+    measured, rendered = lengths(
+        written(tokenizer, tmp_path), {"messages": [{**CHAT[0], "tool_calls": None}]}
+    )
+    assert measured == rendered
+
+
+NAMED = {
+    "default": "{{ messages[0].content }}",
+    "tool_use": "{{ tools | length }} tools: {{ messages[0].content }}",
+    "rag": "{{ documents }}",
+}
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+@pytest.mark.parametrize("tools", [None, [], [TOOL]])
+def test_templates_with_names(tmp_path: Path, as_files: bool, tools: list[Any] | None) -> None:
+    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = NAMED
+    folder = written(tokenizer, tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    if not as_files:
+        as_one_list(tmp_path, NAMED)
+    assert dict(folder.chat_templates) == NAMED and folder.chat_template == NAMED["default"]
+    measured, rendered = lengths(folder, {"messages": CHAT, "tools": tools})
+    assert (
+        measured == rendered == len(tokenizer(("1 tools: " if tools else "") + "What is 1 + 2?")["input_ids"])
+    )
+
+
+def as_one_list(folder: Path, templates: dict[str, str]) -> None:
+    """As older releases of transformers write them."""
+    rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": one} for name, one in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_no_template_is_the_default(tmp_path: Path) -> None:
+    folder = written(chat_tokenizer("chatml"), tmp_path)
+    as_one_list(tmp_path, {name: one for name, one in NAMED.items() if name != "default"})
+    with pytest.raises(
+        DataError, match="the tokenizer has none named `default`, only rag, tool_use; rename one"
+    ):
+        lengths(folder, {"messages": CHAT})

@@ -111,11 +111,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"bos": "<bos>", "eos": "<end_of_turn>", "special": ["<start_of_turn>"], "template": GEMMA},
     "plain": {"bos": None, "eos": "</s>", "special": [], "template": PLAIN},
 }
+UNNAMED_END: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "bos": "<bos>",
+        "eos": "<eos>",
+        "special": ["<start_of_turn>", "<end_of_turn>"],
+        "template": GEMMA,
+    },
+    "chatml-base": {
+        "bos": None,
+        "eos": "<|endoftext|>",
+        "special": ["<|im_start|>", "<|im_end|>"],
+        "template": CHATML,
+    },
+}
+"""Turns end with a special token that the tokenizer's config gives no name; only the generation config lists it."""
+ENDS = {"gemma3": "<end_of_turn>", "chatml-base": "<|im_end|>"}
 
 
 @cache
 def chat_tokenizer(family: str) -> Any:
-    kind = FAMILIES[family]
+    kind = (FAMILIES | UNNAMED_END)[family]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

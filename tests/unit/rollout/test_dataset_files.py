@@ -43,3 +43,12 @@ def test_a_list_that_cannot_be_used_is_told(tmp_path: Path, content: str, told: 
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(DataError, match=told):
         load_dataset(str(tmp_path / "rows.json"), "data.train")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_an_integer_that_python_does_not_read_is_told(tmp_path: Path, name: str) -> None:
+    lines = ['{"prompt": "a"}', '{"prompt": "b", "answer": %s}' % ("1" * 5000)]
+    (tmp_path / name).write_text("\n".join(lines) if name == "rows.jsonl" else f"[{','.join(lines)}]")
+    place = ", line 2 cannot be read" if name == "rows.jsonl" else " begins as a list"
+    with pytest.raises(DataError, match=rf"data.eval: .*{name}{place}.*4300 digits"):
+        load_dataset(str(tmp_path / name), "data.eval")

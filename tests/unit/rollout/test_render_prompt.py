@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from chat_tokenizers import FAMILIES, chat_tokenizer
+from chat_tokenizers import ENDS, FAMILIES, chat_tokenizer
 
 from understudy.errors import DataError
 from understudy.rollout.render import Renderer
@@ -129,3 +129,25 @@ def test_a_prompt_that_is_too_long_may_lose_its_beginning() -> None:
     assert room.render(prompt(messages=CHAT)).tolist() == whole[-12:].tolist()
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens is 10"):
         Renderer(tokenizer, context=500, max_prompt=10).render(prompt(messages=CHAT))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ENDS])
+def test_the_end_of_a_turn_is_what_the_template_writes(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    expected = tokenizer.convert_tokens_to_ids(ENDS.get(family, tokenizer.eos_token))
+    assert Renderer(tokenizer, context=50).turn_end == expected
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_an_end_without_a_name_is_written_once_between_turns(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    renderer = Renderer(tokenizer, context=500)
+    answered = [*CHAT, {"role": "assistant", "content": "84"}]
+    after = ({"role": "user", "content": "Sure?"},)
+    whole = tokenizer.apply_chat_template([*answered, *after], tokenize=False, add_generation_prompt=True)
+    own = [*tokenizer.encode("84", add_special_tokens=False), renderer.turn_end]
+    turns = [*renderer.render(prompt(messages=CHAT)).tolist(), *own]
+    ids = [*turns, *renderer.after_turn("k", after, ended=True).tolist()]
+    assert tokenizer.decode(ids).replace("<think>\n\n</think>\n\n", "") == whole
+    cut = renderer.after_turn("k", after, ended=False).tolist()
+    assert [*turns[:-1], *cut] == ids

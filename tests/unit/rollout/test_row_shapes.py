@@ -37,6 +37,65 @@ def test_several_files_are_one_dataset_and_each_row_knows_its_place(tmp_path: Pa
     assert len({dataset.fingerprint, swapped.fingerprint, load_dataset(first).fingerprint}) == 3
 
 
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": parameters}}}
+
+
+UNIFIED = [
+    {
+        "messages": CHAT,
+        "tools": [tool("add", a={"type": "integer", "enum": [1, None]})],
+        "extra": {"kept": None, "also": 1},
+    },
+    {
+        "messages": [
+            *CHAT,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": {"text": "x"}}}]},
+            {"role": "tool", "content": "y", "name": "find"},
+        ],
+        "tools": [tool("find", text={"type": "string"})],
+    },
+]
+"""Rows whose objects have different keys: in columns, each object has all keys of all rows, null where it had none."""
+
+
+def test_objects_have_the_keys_of_their_own_row_alone(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist(UNIFIED)
+    assert table.to_pylist()[0]["messages"][0]["tool_calls"] is None
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for rows in (load_dataset(str(tmp_path / "rows.parquet")).rows, rows_of(table.to_pylist())):
+        assert list(rows) == UNIFIED, "a null of the row's own column, and one in a list, stays"
+
+
+def test_tools_as_text_are_tools() -> None:
+    tools = [tool("add"), tool("find")]
+    for text in (json.dumps(tools), json.dumps([json.dumps(one) for one in tools])):
+        assert load_dataset([{"messages": CHAT, "tools": text}]).rows[0]["tools"] == tools
+    assert load_dataset([{"messages": CHAT, "tools": '["add"]'}]).rows[0]["tools"] == ["add"]
+    for none in ("", "null", None, [], "[]", {}):
+        assert not load_dataset([{"messages": CHAT, "tools": none}]).rows[0]["tools"]
+    assert load_dataset([{"prompt": "add 1", "tools": "a word"}]).rows[0]["tools"] == "a word"
+
+
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [
+        (5, "tools is a int"),
+        ({"a": 1}, "tools is a dict"),
+        ([None], "tools[0] is None"),
+        (["add", 7], "tools[1] is 7"),
+        ("add", "tools is the text 'add', no JSON (Expecting value"),
+        ('{"a": 1}', "tools is a dict"),
+        ("[null]", "tools[0] is None"),
+        ("[" * 100_000, "tools is the text '[[[["),
+        ("1" * 5000, "tools is the text '1111"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(tools: Any, told: str) -> None:
+    said = refused({"messages": CHAT, "tools": tools})
+    assert f"data[1]: {told}" in said and "expected a list of function schemas" in said
+
+
 def test_a_glob_reads_its_files_in_order_and_another_file_is_another_dataset(tmp_path: Path) -> None:
     for name in ("2.jsonl", "1.jsonl"):
         write_jsonl(tmp_path / name, {"prompt": name})

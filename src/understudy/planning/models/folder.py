@@ -16,7 +16,7 @@ from typing import Any
 
 from understudy.config.model_paths import nearest_folder
 from understudy.errors import DataError
-from understudy.nn.rotary_border import rotary_border
+from understudy.nn.rotary_border import rotary_border, stated_context
 from understudy.planning.models.weight_files import incomplete, tensor_shapes, weight_files
 from understudy.teacher.vocabulary import Vocabulary
 
@@ -105,8 +105,7 @@ class ModelFolder:
 
     @property
     def context(self) -> int | None:
-        value = self._text.get("max_position_embeddings")
-        return int(value) if value else None
+        return stated_context(self._text.get)
 
     @property
     def layer_types(self) -> list[str] | None:
@@ -192,11 +191,20 @@ class ModelFolder:
 
     @property
     def chat_template(self) -> str | None:
-        separate = self.path / "chat_template.jinja"
-        if separate.is_file():
-            return separate.read_text()
-        template = _optional(self.path / "tokenizer_config.json").get("chat_template")
-        return template if isinstance(template, str) else None
+        return self.chat_templates.get("default")
+
+    @cached_property
+    def chat_templates(self) -> Mapping[str, str]:
+        """By name, from where transformers reads them: `default`, and perhaps `tool_use` and others."""
+        found = {path.stem: path.read_text() for path in self.path.glob("additional_chat_templates/*.jinja")}
+        if (separate := self.path / "chat_template.jinja").is_file():
+            found["default"] = separate.read_text()
+        given = None if found else _optional(self.path / "tokenizer_config.json").get("chat_template")
+        if isinstance(given, str):
+            return {"default": given}
+        if isinstance(given, list):
+            given = {one.get("name"): one.get("template", "") for one in given if isinstance(one, dict)}
+        return found or (given if isinstance(given, dict) else {})
 
 
 def _optional(path: Path) -> dict[str, Any]:

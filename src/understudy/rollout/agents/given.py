@@ -27,7 +27,7 @@ class GivenAnswer:
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         start = context.renderer.render(prompt)
         most = context.sampling_after(len(start)).max_new_tokens
-        answer = np.array([*self._text_ids(prompt, context), self._end(context)], np.int32)
+        answer = np.array([*self._text_ids(prompt, context), self._end(prompt, context)], np.int32)
         tokens = np.concatenate([start, answer[:most]]).astype(np.int32)
         return [
             Trajectory(
@@ -53,7 +53,9 @@ class GivenAnswer:
         ids: list[int] = context.renderer.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _end(self, context: LoopContext) -> int:
-        """The id that ends the student's turn."""
+    def _end(self, prompt: Prompt, context: LoopContext) -> int:
+        """The id that ends the student's turn: in a chat the one that its template writes, if rollouts end at it."""
         own, stops = context.renderer.tokenizer.eos_token_id, context.sampling.stop_ids
+        if prompt.text is None and context.renderer.turn_end in stops:
+            return int(context.renderer.turn_end)
         return int(own) if own in stops or not stops else int(stops[0])

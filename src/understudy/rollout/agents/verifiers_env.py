@@ -61,7 +61,7 @@ def write_rows(env: str, path: Path, env_args: Mapping[str, Any] | None = None) 
         for row in rows:
             kept = {name: row[name] for name in _THEIR_COLUMNS if row.get(name) is not None}
             line = {"messages": row["prompt"], "data_source": row.get("task") or env, **kept}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")
     return len(rows)
 
 

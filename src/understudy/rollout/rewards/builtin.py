@@ -11,7 +11,7 @@ the dataset row cannot be graded. Rewards that look for a number also report `pa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -26,8 +26,11 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact_match(row: Mapping[str, Any], text: str) -> float:
-    """1.0 if the text equals the `answer` column, both stripped of white space; else 0.0."""
-    return float(text.strip() == answer_of(row).strip())
+    """1.0 if the text equals the `answer` column, both stripped of white space; else 0.0.
+
+    Where the column is a list, as in all rewards that ship, any of its answers counts.
+    """
+    return float(text.strip() in [answer.strip() for answer in answers_of(row)])
 
 
 def gsm8k(row: Mapping[str, Any], text: str) -> dict[str, float]:
@@ -36,7 +39,7 @@ def gsm8k(row: Mapping[str, Any], text: str) -> dict[str, float]:
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are
     compared as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
     """
-    return _compared(_marked_number(text), _expected_number(row, "gsm8k"))
+    return _compared(_marked_number(text), _expected_numbers(row, "gsm8k"))
 
 
 def boxed_number(row: Mapping[str, Any], text: str) -> dict[str, float]:
@@ -45,39 +48,44 @@ def boxed_number(row: Mapping[str, Any], text: str) -> dict[str, float]:
     For chat models, which end with a boxed result or a sentence rather than with `#### number`. The column
     and the comparison are those of `gsm8k`.
     """
-    expected = _expected_number(row, "boxed_number")
+    expected = _expected_numbers(row, "boxed_number")
     boxed = _last_number(_boxed(text))
     return _compared(boxed if boxed is not None else _last_number(text), expected)
 
 
-def _compared(found: Decimal | None, expected: Decimal) -> dict[str, float]:
-    return {"score": float(found == expected), "parsed": float(found is not None)}
+def _compared(found: Decimal | None, expected: Sequence[Decimal]) -> dict[str, float]:
+    return {"score": float(found in expected), "parsed": float(found is not None)}
 
 
-def _expected_number(row: Mapping[str, Any], reward: str) -> Decimal:
-    expected_text = answer_of(row)
-    expected = _marked_number(expected_text)
-    if expected is None:
-        expected = _read_number(expected_text.strip())
-    if expected is None:
+def _expected_numbers(row: Mapping[str, Any], reward: str) -> list[Decimal]:
+    """The numbers of a row's answers; of several, those that are no numbers are left out."""
+    answers = answers_of(row)
+    expected = []
+    for answer in answers:
+        marked = _marked_number(answer)
+        number = _read_number(answer.strip()) if marked is None else marked
+        expected += [] if number is None else [number]
+    if not expected:
         raise DataError(
-            f"column {ANSWER_COLUMN!r} holds {_shortened(expected_text)}; the {reward} reward expects a number "
+            f"column {ANSWER_COLUMN!r} holds {', '.join(map(_shortened, answers))}; the {reward} reward expects a number "
             "or a worked solution that ends in '#### number'"
         )
     return expected
 
 
-def answer_of(row: Mapping[str, Any]) -> str:
-    """What the student's text is compared with: the column `answer`, or verl's
-    `reward_model.ground_truth`."""
+def answers_of(row: Mapping[str, Any]) -> list[str]:
+    """What the student's text is compared with: the column `answer`, or verl's `reward_model.ground_truth`. A list
+    has several answers, each of which is right."""
     answer = ground_truth(row)
-    if answer is None:
+    answers = answer if isinstance(answer, list | tuple) else [answer]
+    found = [str(one) for one in answers if one is not None]
+    if not found:
         raise DataError(
             f"the row has nothing in column {ANSWER_COLUMN!r} (or reward_model.ground_truth) to grade against; its columns are "
             f"{sorted(map(str, row))}. "
             f"Add {ANSWER_COLUMN!r} to the dataset, or set data.reward to a function that does not need it"
         )
-    return str(answer)
+    return found
 
 
 def _marked_number(text: str) -> Decimal | None:

@@ -1,4 +1,4 @@
-"""The math-verify reward: 1.0 if the answer equals the row's `answer`, graded in a jailed child.
+"""The math-verify reward: 1.0 if the answer equals the row's `answer` (of a list, any of them), graded in a jailed child.
 
     [data]
     reward = "understudy.rollout.rewards.math_reward:math_verify"
@@ -18,8 +18,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from understudy.errors import ConfigError, DataError
-from understudy.rollout.rewards.builtin import answer_of
-from understudy.rollout.tools.base import ToolOutcome
+from understudy.rollout.rewards.builtin import answers_of
+from understudy.rollout.tools.base import ToolOutcome, ToolResult
 from understudy.rollout.tools.sandbox import Isolation, Sandbox, namespace_problem
 from understudy.rollout.tools.workers import FunctionWorkers
 
@@ -38,16 +38,19 @@ class MathVerify:
         self._workers: WeakKeyDictionary[asyncio.AbstractEventLoop, FunctionWorkers] = WeakKeyDictionary()
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> dict[str, float]:
-        arguments = {"answer": answer_of(row), "text": text}
-        result = await self._pool().call(arguments, deadline_s=self._deadline_s)
-        if result.outcome is ToolOutcome.ERROR and "reference answer" in result.text:
+        best: dict[str, float] | None = None
+        for answer in answers_of(row):
+            arguments = {"answer": answer, "text": text}
+            result = await self._pool().call(arguments, deadline_s=self._deadline_s)
+            unreadable = result.outcome is ToolOutcome.ERROR and "reference answer" in result.text
+            if not unreadable:
+                found = _scored(result)
+                best = found if best is None else {name: max(best[name], found[name]) for name in best}
+                if best["score"] or best["timeout"]:
+                    break
+        if best is None:
             raise DataError(result.text)
-        verdict = result.text if result.outcome is ToolOutcome.OK else ""
-        return {
-            "score": float(verdict == "right"),
-            "parsed": float(verdict in ("right", "wrong")),
-            "timeout": float(result.outcome is ToolOutcome.TIMEOUT),
-        }
+        return best
 
     def _pool(self) -> FunctionWorkers:
         loop = asyncio.get_running_loop()
@@ -69,6 +72,15 @@ class MathVerify:
         pool = self._workers.pop(asyncio.get_running_loop(), None)
         if pool is not None:
             await pool.close()
+
+
+def _scored(result: ToolResult) -> dict[str, float]:
+    verdict = result.text if result.outcome is ToolOutcome.OK else ""
+    return {
+        "score": float(verdict == "right"),
+        "parsed": float(verdict in ("right", "wrong")),
+        "timeout": float(result.outcome is ToolOutcome.TIMEOUT),
+    }
 
 
 def _package_folders() -> list[str]:

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 from understudy.errors import TeacherError
 from understudy.media.processor import PictureReader
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
-from understudy.nn.rotary_border import rotary_border
+from understudy.nn.rotary_border import rotary_border, stated_context
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 
 _HASHING_THREADS = 8
@@ -95,9 +95,7 @@ def load_frozen(
         path=path,
         dtype=dtype,
         device=torch.device(device),
-        max_length=int(
-            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 1 << 30
-        ),
+        max_length=stated_context(lambda name: getattr(config, name, None)) or 1 << 30,
     )
 
 

@@ -187,7 +187,8 @@ def _keep(
             }
             if trajectory.media:
                 line["media"] = list(trajectory.media)
-            handle.write(json.dumps(line) + "\n")
+            # An answer from parquet may be a decimal, a date or bytes.
+            handle.write(json.dumps(line, default=str) + "\n")
 
 
 def _shown(message: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_tokenizers import chat_tokenizer
+from chat_tokenizers import ENDS, chat_tokenizer
 
 from understudy.engines.base import Sampling
 from understudy.errors import DataError
@@ -64,6 +64,32 @@ def test_an_answer_is_cut_at_the_limit_and_at_the_context() -> None:
 def test_the_turn_ends_as_the_student_ends_it() -> None:
     assert given({"answer": "7"}, stops=(5, 6)).tokens[-1] == 5
     assert given({"answer": "7"}, stops=(5, END)).tokens[-1] == END
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_an_answer_in_a_chat_ends_as_the_template_ends_it(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    end, eos = tokenizer.convert_tokens_to_ids(ENDS[family]), tokenizer.eos_token_id
+
+    def last(stops: tuple[int, ...], **content: Any) -> int:
+        sampling = Sampling(32, stops)
+        context = LoopContext(
+            generate=None,  # type: ignore[arg-type]
+            renderer=Renderer(tokenizer, context=128),
+            sampling=sampling,
+            prompt_key="k",
+            session=0,
+            context=128,
+            given="answer",
+        )
+        asked = Prompt("k", 0, 0, "", columns={"answer": "7"}, **content)
+        (found,) = asyncio.run(GivenAnswer().run(asked, context))
+        return int(found.tokens[-1])
+
+    chat = ({"role": "user", "content": "3 + 4"},)
+    assert last((eos, end), messages=chat) == end
+    assert last((eos,), messages=chat) == eos, "rollouts do not end at the template's own"
+    assert last((eos, end), text="3 + 4 =") == eos, "a plain prompt has no template"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from understudy.errors import ConfigError, DataError, EngineError
 from understudy.rollout.rewards import judge as judge_module
 from understudy.rollout.rewards.judge import Judge
 from understudy.rollout.rewards.math_reward import MathVerify
+from understudy.rollout.tools.base import ToolOutcome, ToolResult
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
@@ -57,6 +58,32 @@ def test_grading_that_never_ends_is_worth_nothing() -> None:
 def test_unreadable_references_are_the_dataset_s_fault() -> None:
     with pytest.raises(DataError, match="reference answer"):
         grade("", "42")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7", {"score": 1.0, "parsed": 1.0, "timeout": 0.0}),
+        ("9", {"score": 0.0, "parsed": 1.0, "timeout": 0.0}),
+        ("words", {"score": 0.0, "parsed": 0.0, "timeout": 0.0}),
+    ],
+)
+def test_any_answer_of_a_list_counts(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, float]
+) -> None:
+    class Grader:
+        async def call(self, arguments: dict[str, str], deadline_s: float) -> ToolResult:
+            if not arguments["answer"].isdigit():
+                return ToolResult(
+                    ToolOutcome.ERROR, f"the reference answer {arguments['answer']!r} cannot be read"
+                )
+            verdict = "right" if arguments["answer"] == arguments["text"] else "wrong"
+            return ToolResult(ToolOutcome.OK, verdict if arguments["text"].isdigit() else "unreadable")
+
+    monkeypatch.setattr(MathVerify, "_pool", lambda self: Grader())
+    assert grade(["six", "6", "7", "8"], text) == expected
+    with pytest.raises(DataError, match="'sept' cannot be read"):
+        grade(["seven", "sept"], text)
 
 
 def test_a_row_without_an_answer_is_the_dataset_s_fault() -> None:

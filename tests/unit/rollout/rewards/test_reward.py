@@ -57,9 +57,32 @@ def test_gsm8k_tells_signs_and_decimals_apart() -> None:
     assert gsm8k({"answer": "#### -0.5"}, "#### 0.5")["score"] == 0.0
 
 
+def test_any_answer_of_a_list_counts() -> None:
+    row = {"reward_model": {"ground_truth": ["42", "forty-two", 43]}}
+    assert [exact_match(row, text) for text in ("42", "forty-two", "43", "44", str(["42"]))] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
+    row = {"answer": ["forty-two", "so #### 42", "0"]}
+    for text, score in (("#### 42", 1.0), ("#### 0", 1.0), ("#### 1", 0.0), ("forty-two", 0.0)):
+        assert gsm8k(row, text)["score"] == score
+    assert boxed_number(row, "\\boxed{42}") == {"score": 1.0, "parsed": 1.0}
+    assert boxed_number(row, "none") == {"score": 0.0, "parsed": 0.0}
+    with pytest.raises(DataError, match="column 'answer' holds 'a', 'b'"):
+        gsm8k({"answer": ["a", "b"]}, "#### 1")
+
+
 @pytest.mark.parametrize("reward", [exact_match, gsm8k])
 @pytest.mark.parametrize(
-    "row", [{"question": "1+1", "data_source": "math"}, {"question": "1+1", "answer": None}]
+    "row",
+    [
+        {"question": "1+1", "data_source": "math"},
+        {"question": "1+1", "answer": None},
+        {"question": "1+1", "answer": []},
+    ],
 )
 def test_a_row_without_an_answer_is_the_datasets_fault(reward, row: dict) -> None:
     with pytest.raises(DataError, match=r"nothing in column 'answer'.*'question'"):
