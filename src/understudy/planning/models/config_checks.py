@@ -26,6 +26,7 @@ def models_load(
     if student:
         problems += _is_a_decoder(student, "student") + _is_known(student, "student")
         problems += _can_be_trained(student)
+        problems += _can_end(student)
         problems += _brings_code(student, "student", trusted)
         problems += _has_attention(student, "student", recipe.student.attention)
         problems += stays_within_border(recipe, student)
@@ -102,6 +103,15 @@ def _can_be_trained(student: ModelFolder) -> list[str]:
     return [
         f"student.model = {str(student.path)!r}: its weights are quantized ({way}), and such weights cannot be trained; give the model "
         "that it was made from"
+    ]
+
+
+def _can_end(student: ModelFolder) -> list[str]:
+    if not student.has_no_end:
+        return []
+    return [
+        f"student.model = {str(student.path)!r}: neither its generation_config.json nor its tokenizer_config.json names a token that ends "
+        "a turn, so no rollout could end; set eos_token_id in its generation_config.json"
     ]
 
 

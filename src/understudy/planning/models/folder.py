@@ -22,6 +22,8 @@ from understudy.teacher.vocabulary import Vocabulary
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers whose special tokens are those of the files alone."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -184,11 +186,23 @@ class ModelFolder:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
-        eos = _optional(self.path / "generation_config.json").get(
-            "eos_token_id", self._text.get("eos_token_id")
-        )
-        found = [*(eos if isinstance(eos, list) else [eos]), self.special_ids.get("eos_token")]
+        found = [*self._generation_ends, self.special_ids.get("eos_token")]
         return tuple(sorted({int(one) for one in found if one is not None}))
+
+    @property
+    def _generation_ends(self) -> list[int | None]:
+        """Those of config.json count only without a generation_config.json, as in transformers."""
+        file = self.path / "generation_config.json"
+        eos = _optional(file).get("eos_token_id") if file.is_file() else self._text.get("eos_token_id")
+        return list(eos) if isinstance(eos, list) else [eos]
+
+    @property
+    def has_no_end(self) -> bool:
+        """Whether no file names a token that ends a turn, and the tokenizer's class has none of its own."""
+        told = _optional(self.path / "tokenizer_config.json")
+        named = told.get("eos_token") or _optional(self.path / "special_tokens_map.json").get("eos_token")
+        plain = told.get("tokenizer_class") in _PLAIN_TOKENIZERS
+        return plain and not named and all(one is None for one in self._generation_ends)
 
     @property
     def chat_template(self) -> str | None:

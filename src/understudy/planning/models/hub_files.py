@@ -24,7 +24,13 @@ from understudy.errors import DataError
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 
 _NEEDED = ("config.json", "tokenizer.json")
-_FURTHER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "added_tokens.json")
+_FURTHER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+)
 _TIMEOUT_S = 4.0
 """Timeout for the hub's first answer: without a network, huggingface_hub would try for half a minute per file."""
 
