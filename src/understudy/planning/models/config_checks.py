@@ -64,7 +64,7 @@ def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
 def _can_generate(recipe: Recipe, student: ModelFolder) -> list[str]:
     """Our own engine keeps keys and values; a layer with another state is left to vLLM."""
     kind, layers = str(student.config.get("model_type")), student.layer_types
-    recurrent = layers is None and "_is_stateful = True" in _modeling_source(kind)
+    recurrent = layers is None and "_is_stateful = True" in modeling_source(kind)
     other = sorted(set(layers or ()) - GROWING_LAYERS)
     if recipe.rollout.engine != "hf" or not (other or recurrent):
         return []
@@ -136,7 +136,7 @@ _SUPPORT = {
 
 def _has_attention(folder: ModelFolder, section: str, attention: str) -> list[str]:
     kind = str(folder.config.get("model_type"))
-    source = _modeling_source(kind)
+    source = modeling_source(kind)
     # A class that derives from another model's has that model's attention, and is left to the loader.
     if "(PreTrainedModel)" not in source or _SUPPORT.get(attention, "") in source:
         return []
@@ -146,7 +146,7 @@ def _has_attention(folder: ModelFolder, section: str, attention: str) -> list[st
 
 
 @lru_cache
-def _modeling_source(kind: str) -> str:
+def modeling_source(kind: str) -> str:
     """The source of transformers' classes for a model type; "" if it has no file of the usual name."""
     folder, name = _transformers(), kind.replace("-", "_")
     file = folder / "models" / name / f"modeling_{name}.py" if folder else None

@@ -159,9 +159,18 @@ class ModelFolder:
 
     def _adapted(self, targets: Sequence[str]) -> list[list[int]]:
         return [
-            shape
+            self._shapes[f"{name}.weight"]
+            for name in self.matrices
+            if any(ends_with(name, target) for target in targets)
+        ]
+
+    @property
+    def matrices(self) -> list[str]:
+        """The layers whose weight is a matrix, by name; none if there are no weight files yet."""
+        return [
+            name.removesuffix(".weight")
             for name, shape in self._shapes.items()
-            if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
+            if len(shape) == 2 and name.endswith(".weight")
         ]
 
     @cached_property
@@ -211,6 +220,11 @@ class ModelFolder:
             return separate.read_text()
         template = _optional(self.path / "tokenizer_config.json").get("chat_template")
         return template if isinstance(template, str) else None
+
+
+def ends_with(layer: str, target: str) -> bool:
+    """Whether a layer's name ends in these whole parts: `q_proj`, `self_attn.q_proj`."""
+    return f".{layer}".endswith(f".{target}")
 
 
 def _optional(path: Path) -> dict[str, Any]:
