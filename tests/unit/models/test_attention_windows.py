@@ -13,6 +13,8 @@ from understudy.errors import PolicyError, TeacherError
 from understudy.nn.short_windows import SHORT, short_windows
 from understudy.policy.forward.forward import choose_layout, keeps_rows_apart
 from understudy.policy.microbatch import Layout
+from understudy.policy.policy import Policy
+from understudy.policy.step import PolicySettings
 from understudy.teacher.scoring.body import ScoringLayout
 
 torch.set_num_threads(1)
@@ -20,6 +22,7 @@ torch.set_num_threads(1)
 WINDOW = 30
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _SWITCHED_ON = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}
+_CHUNKS = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
 HANDED_ON = {
     "mistral": Family("mistral", {"sliding_window": WINDOW}),
     "phi3": Family("phi3", {"pad_token_id": 0, "sliding_window": WINDOW}),
@@ -40,6 +43,17 @@ IN_THE_MASK = {
     "phimoe": Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen2-moe": Family("qwen2_moe", {**HANDED_ON["qwen2-moe"].options, **_SWITCHED_ON}),
 }
+LLAMA4 = Family(
+    "llama4_text",
+    {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+        **_CHUNKS,
+    },
+)
 
 
 def made(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -73,6 +87,17 @@ def test_a_window_in_the_mask_alone_is_not_packed(name: str, monkeypatch: pytest
     assert score_error(model, rows) < 2e-5
     with pytest.raises(TeacherError, match="its attention windows are in the mask alone"):
         score_error(model, rows, ScoringLayout.PACKED)
+
+
+def test_llama_4_is_a_teacher_over_padded_rows_and_no_student(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names itself as its base model, and attends to chunks by its mask."""
+    model = made(LLAMA4, monkeypatch)
+    rows = rows_beyond_the_window()
+    assert score_error(model, rows) < 2e-5
+    with pytest.raises(TeacherError, match="its attention windows are in the mask alone"):
+        score_error(model, rows, ScoringLayout.PACKED)
+    with pytest.raises(PolicyError, match="does not say which part of it is the body"):
+        Policy(model, PolicySettings())
 
 
 def test_windows_are_shortened_in_configs_and_layers_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
