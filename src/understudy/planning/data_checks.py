@@ -24,6 +24,7 @@ from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
 from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.rollout.template_bounds import BoundedEnvironment
+from understudy.rollout.template_date import NOW, on_day, strftime_now
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
@@ -232,13 +233,15 @@ def prompt_length(
 
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: form
+    environment.globals[NOW] = strftime_now
     template = environment.from_string(student.chat_template) if student.chat_template else None
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
         for role in ("bos_token", "eos_token", "pad_token")
     }
+
+    given = {**special, **recipe.rollout.template_options}
 
     def render(row: Row) -> tuple[str, bool]:
         content = content_of(row)
@@ -249,8 +252,7 @@ def prompt_length(
             raise jinja2.TemplateError(
                 "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
             )
-        given = {**special, **recipe.rollout.template_options}
-        with within():
+        with within(), on_day(recipe.rollout.template_date):
             return template.render(
                 messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
             ), False

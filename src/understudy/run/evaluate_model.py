@@ -170,7 +170,7 @@ def _renderer(subject: _Subject, settings: _Settings, student: LoadedModel) -> R
         student.tokenizer,
         context=min(rollout.context_length or student.context, student.steady_context),
         reserve=rollout.max_new_tokens,
-        template_options=rollout.template_options,
+        template_options=rollout.for_templates,
         max_prompt=data.max_prompt_tokens if data else None,
         truncate=data is not None and data.overlong == "truncate_left",
         pictures=student.pictures,
