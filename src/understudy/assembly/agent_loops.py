@@ -66,7 +66,7 @@ async def open_loops(
         context=renderer.context,
         reserve=rollout.max_new_tokens,
         options=rollout.agent_options,
-        template_options=rollout.template_options,
+        template_options=rollout.for_templates,
         max_prompt=data.max_prompt_tokens,
         truncate=data.overlong == "truncate_left",
         pictures=str(renderer.pictures.store.folder) if renderer.pictures is not None else "",

@@ -89,7 +89,7 @@ def renderer_of(settings: EngineSettings, data: DataConfig, student: LoadedModel
         student.tokenizer,
         context=context_of(settings, student),
         reserve=settings.rollout.max_new_tokens,
-        template_options=settings.rollout.template_options,
+        template_options=settings.rollout.for_templates,
         max_prompt=data.max_prompt_tokens,
         truncate=data.overlong == "truncate_left",
         pictures=student.pictures,
@@ -165,7 +165,7 @@ def teacher_prompts_of(
     `stack` closes what their tools opened."""
     own = own_prompts(teachers)
     renderer, *renderers = (
-        Renderer(one, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
+        Renderer(one, context=_NO_LIMIT, reserve=0, template_options=rollout.for_templates)
         for one in (tokenizer, *others.values())
     )
     theirs = dict(zip(others, renderers, strict=True))

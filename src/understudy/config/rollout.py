@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from understudy.config.base import Section, nearest
 from understudy.config.devices import VisibleDevices
 
 AGENTS = ("single_turn", "tool", "verifiers", "verifiers_v1", "openenv")
 """The built-in agent loops."""
+
+
+def _day(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError(f"{text!r} is no day; expected one like '2026-11-19'") from None
 
 
 class RolloutConfig(Section):
@@ -53,6 +61,9 @@ class RolloutConfig(Section):
     `tools`."""
     template_options: dict[str, Any] = Field(default={})
     """Passed to the chat template unchanged (`enable_thinking = false`)."""
+    template_date: Annotated[str, AfterValidator(_day)] | None = None
+    """The day that chat templates see as today's (`strftime_now`), as `"2026-11-19"`; when not set, the day the run
+    began, also after a resume."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that run agent loops; 0 runs them all in the trainer's. On other machines
     (`cluster.roles.workers`), with rows through TransferQueue, they also compute rewards, have rows scored
@@ -108,6 +119,12 @@ class RolloutConfig(Section):
     `max_trajectory_tokens` where a trajectory has several turns."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Subtracted from the reward of a response of full length (`overlong_buffer`)."""
+
+    @property
+    def for_templates(self) -> dict[str, Any]:
+        """What a `Renderer` takes: the options, and the day that templates see as today's."""
+        day = {"strftime_now": self.template_date} if self.template_date else {}
+        return {**day, **self.template_options}
 
     @property
     def trajectory_budget(self) -> int | None:

@@ -33,6 +33,8 @@ QWEN = ("qwen2_5_vl", "qwen3_vl")
 IDEFICS = ("smolvlm", "idefics3")
 FAMILIES = (*QWEN, *IDEFICS)
 NAMES = "Qwen2.5-VL, Qwen3-VL, SmolVLM and Idefics3"
+VISION_PARTS = r".*\b(visual|vision_model|connector)\b.*"
+"""Names of modules in their vision parts."""
 _CACHED_BYTES = 256 << 20
 _KEPT_URLS = 64
 _THREADS = 4

@@ -27,6 +27,7 @@ from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import COMPLETION, Dataset, Row, content_of, picture_sources
 from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.rollout.template_bounds import BoundedEnvironment
+from understudy.rollout.template_date import NOW, on_day, strftime_now
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
@@ -250,13 +251,15 @@ def prompt_length(
 
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: form
+    environment.globals[NOW] = strftime_now
     templates = _Templates(environment, student, owner)
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
         for role in ("bos_token", "eos_token", "pad_token")
     }
+
+    given = {**special, **recipe.rollout.template_options}
 
     def render(row: Row) -> tuple[str, bool]:
         content = content_of(row)
@@ -274,7 +277,7 @@ def prompt_length(
         # As transformers does. `'tool_calls' in message` is true of a null too.
         chat = [{name: one for name, one in message.items() if one is not None} for message in content]
         template = templates.of(with_tools=bool(tools))
-        with within():
+        with within(), on_day(recipe.rollout.template_date):
             return template.render(messages=chat, tools=tools, add_generation_prompt=True, **given), False
 
     def measure(row: Row) -> Measured | None:

@@ -28,6 +28,7 @@ from understudy.planning.data_checks import (
     tokens_fit,
 )
 from understudy.planning.image_checks import look_at_pictures, picture_problems, with_picture_tokens
+from understudy.planning.models.adapter_targets import targets_fit
 from understudy.planning.models.aligned import (
     aligned_sides,
     alignment_notes,
@@ -225,6 +226,7 @@ class _Checks:
         teachers = self._teachers(found)
         if student:
             self.problems += topk_fits(recipe, student, "student")
+            self._add(*targets_fit(recipe, student))
         self.problems += models_load(recipe, student, teachers) + offloads_fit(recipe.teachers, teachers)
         return _Models(student, teachers, aligned, lacked)
 

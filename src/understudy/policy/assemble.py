@@ -140,6 +140,11 @@ class Assembler:
         chosen = torch.tensor(rows, dtype=torch.int64)
         return _spans(self.loss_offsets[chosen], self.loss_offsets[chosen + 1] - self.loss_offsets[chosen])[0]
 
+    def show_pictures(self, rows: Sequence[int]) -> bool:
+        """Whether one of these rows, which are held, has a picture."""
+        here = rows if self._place is None else self._place[list(rows)].tolist()
+        return bool(self.batch.media) and any(self.batch.media[place] for place in here)
+
     def groups(self) -> list[str]:
         """One group name per row; rows of different groups never share a forward pass. Teachers that send
         hidden states each need their own head, so each is a group; all other rows are one group."""

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from understudy.errors import PolicyError
+from understudy.media.processor import VISION_PARTS
 from understudy.weights.adapters import base_mark, merged, packed_adapter, packed_mark
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
-_VISION = r".*\b(visual|vision_model|connector)\b.*"
-"""Names of modules in the vision parts of supported families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
 def peft_config(settings: LoraSettings) -> Any:
     """The `peft.LoraConfig` of these adapters."""
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
-    left_out = {"exclude_modules": _VISION} if settings.language_only else {}
+    left_out = {"exclude_modules": VISION_PARTS} if settings.language_only else {}
     return _peft().LoraConfig(
         r=settings.rank,
         lora_alpha=alpha,
@@ -86,7 +85,7 @@ def adapted_weights(model: nn.Module, targets: Collection[str], *, language_only
         f"{name}.weight"
         for name, _ in model.named_modules()
         if any(f".{name}".endswith(f".{one}") for one in targets)
-        and not (language_only and re.fullmatch(_VISION, name))
+        and not (language_only and re.fullmatch(VISION_PARTS, name))
     }
 
 

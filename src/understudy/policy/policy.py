@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from understudy.errors import CheckpointError, PolicyError
 from understudy.media.processor import PictureReader
 from understudy.nn.compiled_layers import compile_layers
-from understudy.nn.vision import freeze_vision, is_vision
+from understudy.nn.vision import freeze_vision, is_vision, vision_parameters
 from understudy.policy.assemble import Assembler
 from understudy.policy.bad_rows import refusal
 from understudy.policy.checkpoints.state import (
@@ -118,6 +118,9 @@ class Policy:
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.ranks.shard(self.forward, self.weight_dtype)
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
+        vision = {id(one) for one in vision_parameters(model)} if is_vision(model) else set()
+        self._vision = frozenset(name for name, one in self.optimizer.weights.items() if id(one) in vision)
+        """Those of the trained weights that only rows with pictures use."""
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
         self._base_mark: bytes | None = None
@@ -194,7 +197,7 @@ class Policy:
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, (row_losses, row_distill) = float(sums[0]), sums[1:].view(2, -1).tolist()
-                self.optimizer.check_reach()
+                self.optimizer.check_reach(() if assembler.show_pictures(plan.rows()) else self._vision)
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise refusal(self, assembler, objective, rows, loss, grad_norm)

@@ -16,6 +16,7 @@ from understudy.errors import DataError
 from understudy.media.pictures import hashes_in
 from understudy.media.processor import PictureReader
 from understudy.rollout.template_bounds import bound_chat_templates
+from understudy.rollout.template_date import NOW, on_day
 from understudy.rollout.template_deadline import within
 from understudy.types.prompt import Prompt
 
@@ -30,7 +31,7 @@ class Renderer:
     `context` is the student's maximum sequence length; `reserve` tokens of it stay free for an answer. A
     prompt may have at most `max_prompt` tokens, and at most `context − reserve`. A longer one raises
     `DataError`, or loses its first tokens (`truncate`). `template_options` are passed to the template
-    (`enable_thinking = false`).
+    (`enable_thinking = false`); a day among them is what templates see as today's (`template_date.py`).
 
     `pictures` is for a student that reads pictures. The template writes one marker per picture, which becomes
     as many placeholder ids as the picture has in the model. A placeholder's text in a message stays text.
@@ -53,6 +54,7 @@ class Renderer:
         self._limit = min(max_prompt or context, context - reserve)
         self._truncate = truncate
         self._template_options = dict(template_options or {})
+        self._day = self._template_options.pop(NOW, None)
         self._special_ids = special_ids(tokenizer)
         self._ready: dict[str, tuple[Prompt, np.ndarray]] = {}
         """By key: prompts that `ahead` has rendered."""
@@ -108,7 +110,7 @@ class Renderer:
         if not chats or self.pictures is not None or not getattr(self.tokenizer, "chat_template", None):
             return
         try:
-            with within():
+            with within(), on_day(self._day):
                 texts = self.tokenizer.apply_chat_template(
                     [[dict(message) for message in prompt.messages] for prompt in chats],
                     tokenize=False,
@@ -157,7 +159,7 @@ class Renderer:
                 "give rows a plain `prompt`, or use an instruction-tuned student"
             )
         try:
-            with within():
+            with within(), on_day(self._day):
                 return self.tokenizer.apply_chat_template(
                     [self._without_literals(message) for message in messages],
                     tools=tools,

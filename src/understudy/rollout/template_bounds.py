@@ -23,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from understudy.rollout.template_date import NOW, strftime_now
+
 logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 1 << 24
@@ -75,6 +77,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_printed, **options)
+        self.globals = _Globals(self.globals)
         plain, self.filters = self.filters, _Filters()
         for name, function in plain.items():
             self.filters[name] = function
@@ -116,6 +119,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(method, FunctionType):  # raise_exception writes what it is given
             _weight("a call", [*args, *kwargs.values()])
         return super().call(__context, __obj, *args, **kwargs)
+
+
+class _Globals(dict[str, Any]):
+    """Globals by name; transformers puts its own `strftime_now` in here."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, strftime_now if name == NOW else value)
 
 
 class _Filters(dict[str, Any]):

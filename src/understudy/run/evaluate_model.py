@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from understudy.assembly.usable_ids import kept_usable_ids
 from understudy.config import DataConfig, StudentConfig, parse_recipe
 from understudy.config.recipe import stored
 from understudy.config.rollout import RolloutConfig
@@ -169,7 +170,7 @@ def _renderer(subject: _Subject, settings: _Settings, student: LoadedModel) -> R
         student.tokenizer,
         context=min(rollout.context_length or student.context, student.steady_context),
         reserve=rollout.max_new_tokens,
-        template_options=rollout.template_options,
+        template_options=rollout.for_templates,
         max_prompt=data.max_prompt_tokens if data else None,
         truncate=data is not None and data.overlong == "truncate_left",
         pictures=student.pictures,
@@ -210,7 +211,7 @@ def _evaluator(
     longest = longest_row(renderer, prompts, rollout.agent, rollout.max_new_tokens) or context
     engine = student.engine(rollout.max_batch, max_length=min(longest, context))
     stack.push_async_callback(engine.close)
-    sampling = _sampling(rollout, student)
+    sampling = _sampling(rollout, student, subject.run)
     loops = LoopChoice(rollout.agent, rollout.agent_options)
     stack.push_async_callback(loops.close)
     rewards = Rewards([settings.reward], renderer)
@@ -220,12 +221,14 @@ def _evaluator(
     )  # fmt: skip
 
 
-def _sampling(rollout: RolloutConfig, student: LoadedModel) -> Sampling:
-    """The run's sampling; a model that reads pictures never writes their placeholders."""
-    usable = None
+def _sampling(rollout: RolloutConfig, student: LoadedModel, run: RunDir | None) -> Sampling:
+    """The run's sampling, over the ids that it may use; a model that reads pictures never writes their
+    placeholders."""
     rows = student.model.get_output_embeddings().weight.shape[0]
-    if student.pictures is not None:
+    usable = kept_usable_ids(run) if run else None
+    if usable is None and student.pictures is not None:
         usable = UsableIds(rows).without(student.pictures.processor.placeholder_ids)
+    cut = usable.within(rows) if usable is not None else None
     return Sampling(
         rollout.max_new_tokens,
         student.stop_ids,
@@ -235,8 +238,8 @@ def _sampling(rollout: RolloutConfig, student: LoadedModel) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
-        usable=usable,
-        head_rows=rows if usable is not None else 0,
+        usable=cut,
+        head_rows=rows if cut is not None else 0,
     )
 
 

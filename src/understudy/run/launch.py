@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -155,6 +156,7 @@ async def launch(
 ) -> RunOutcome:
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
+    recipe = _dated(recipe)
     told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
@@ -223,6 +225,13 @@ def _with_notes(recipe: Recipe, data: PromptData, told: Sequence[str]) -> Prompt
 
 def _write_recipe(recipe: Recipe, run: RunDir) -> None:
     write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
+
+
+def _dated(recipe: Recipe) -> Recipe:
+    """The recipe with today as the day that chat templates see, so that a resume on another day renders the same
+    prompts."""
+    day = recipe.rollout.template_date or date.today().isoformat()
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"template_date": day})})
 
 
 def _settled(recipe: Recipe, run: RunDir) -> Recipe:

@@ -102,7 +102,7 @@ def without_overlong(
         tokenizer,
         context=_NO_LIMIT,
         reserve=0,
-        template_options=rollout.template_options,
+        template_options=rollout.for_templates,
         pictures=reader,
     )
     overlong = Overlong(role, data.overlong, limits)

@@ -1,7 +1,9 @@
 """Runs taken up again with keys that say who writes rows, or how far ahead, and not which."""
 
 import asyncio
+import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,33 @@ def test_a_run_whose_rows_are_written_elsewhere_from_here_on_is_the_same_run(rec
     first = understudy.train(recipe("changed", trainer__steps=2), progress=False)
     changes = ["trainer.steps=3", "rollout.processes=1", "rollout.workers=1"]
     assert bits_of(asyncio.run(resume(first.dir, changes, progress=False))) == bits_of(straight)
+
+
+DATED = (
+    "{{ bos_token }}<user>{{ strftime_now('%d%m%Y') }}{{ messages[0]['content'] }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_run_taken_up_on_another_day_renders_the_date_it_began_with(recipe: Make) -> None:
+    """In the trainer, and in worker processes."""
+    small = {"trainer__steps": 1, "trainer__batch_size": 2, "run__rollout_dump_every": 1}
+    run = understudy.train(
+        recipe(**small, rollout__template_options={"chat_template": DATED}), progress=False
+    ).dir
+
+    def prompts(step: int) -> list[str]:
+        lines = (run / "rollouts" / f"{step:06d}.jsonl").read_text().splitlines()
+        return [json.loads(line)["prompt"] for line in lines]
+
+    written = json.loads((run / "recipe.json").read_text())
+    assert written["rollout"]["template_date"] == date.today().isoformat()
+    assert all(f"{date.today():%d%m%Y}" in one for one in prompts(1))
+    written["rollout"]["template_date"] = "2020-01-31"  # as if it had begun on that day
+    (run / "recipe.json").write_text(json.dumps(written))
+    asyncio.run(resume(run, ["trainer.steps=2"], progress=False))
+    asyncio.run(resume(run, ["trainer.steps=3", "rollout.workers=1"], progress=False))
+    assert all("31012020" in one for step in (2, 3) for one in prompts(step))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from understudy.policy.assemble import Assembler
 from understudy.policy.load import load_student
 from understudy.policy.lora import LoraSettings, adapted_weights, add_lora
 from understudy.policy.microbatch import Layout
+from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.policy import Policy
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -134,6 +135,45 @@ def test_a_step_trains_the_language_part_alone(tmp_path: Path) -> None:
     moved = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
     assert any("language_model" in name for name in moved)
     assert not any("visual" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_rows_without_pictures_train_the_language_part_until_one_has_some(
+    family: str, kind: Literal["adamw", "adamw_8bit"], tmp_path: Path
+) -> None:
+    """The vision tower may hold most of the weights; without a gradient it has no moments, and the state
+    continues to the bit."""
+    folder, store = folder_of(family, layers=1), MediaStore(tmp_path)
+    batch = batch_with_pictures(folder, store)
+    updates = [batch.select([2]), batch.select([2, 2]), batch]
+
+    def fresh() -> Policy:
+        return policy_of(folder, store, freeze_vision=False, adamw=AdamWSettings(kind=kind))
+
+    straight, first, resumed = fresh(), fresh(), fresh()
+    for one in updates:
+        straight.update(one, cross_entropy, token_mean(one))
+    first.update(updates[0], cross_entropy, token_mean(updates[0]))
+    resumed.load_state(first.state().detached())
+    for one in updates[1:]:
+        resumed.update(one, cross_entropy, token_mean(one))
+    ours, theirs = straight.state(), resumed.state()
+    for one, other in ((ours.model, theirs.model), (ours.optimizer, theirs.optimizer)):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_gradient_that_leaves_out_the_vision_tower_is_refused_if_rows_have_pictures(tmp_path: Path) -> None:
+    folder, store = folder_of("qwen3_vl", layers=1), MediaStore(tmp_path)
+    batch = batch_with_pictures(folder, store)
+    policy = policy_of(folder, store, freeze_vision=False)
+    assert 2 * len(policy._vision) > len(policy.optimizer.weights)
+    tower = policy.model.base_model.visual
+    plain = tower.forward
+    tower.forward = torch.no_grad()(plain)
+    with pytest.raises(PolicyError, match="the gradient reached only"):
+        policy.update(batch, cross_entropy, token_mean(batch))
 
 
 def test_packed_rows_are_refused(tmp_path: Path) -> None:

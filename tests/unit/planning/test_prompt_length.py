@@ -125,3 +125,18 @@ def test_no_template_is_the_default(tmp_path: Path) -> None:
         DataError, match="the tokenizer has none named `default`, only rag, tool_use; rename one"
     ):
         lengths(folder, {"messages": CHAT})
+
+
+def test_a_date_in_the_template_is_counted_as_the_run_writes_it(tmp_path: Path) -> None:
+    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = "{{ strftime_now('%A, %d %B %Y') }} {{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    row = {"messages": [{"role": "user", "content": "?"}]}
+    for date in ({"template_date": "2026-09-30"}, {}):
+        recipe = parse_recipe({"student": {"model": str(tmp_path)}, "teachers": {"t": {"model": str(tmp_path)}}, "data": {"train": "rows.jsonl"}, "rollout": date})  # fmt: skip
+        found = prompt_length(ModelFolder.open(str(tmp_path), "student.model"), recipe)(row)
+        renderer = Renderer(tokenizer, context=2000, template_options=recipe.rollout.for_templates)
+        assert found is not None
+        assert found.length == len(renderer.render(Prompt("k", 0, 0, "", messages=tuple(row["messages"]))))

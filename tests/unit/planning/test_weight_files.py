@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_runs import ASSETS
 
-from understudy.config import parse_recipe
+from understudy.config import Recipe, parse_recipe
 from understudy.errors import DataError, PolicyError
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.preflight import preflight
 from understudy.policy.load import load_student
+from understudy.trainers.models import load_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1461472\n"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -91,6 +92,23 @@ def test_an_adapter_is_no_model(model: Path) -> None:
         ModelFolder.open(str(model), "teachers.t.model")
 
 
+def edit(file: Path, **change: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+def recipe_of(model: Path) -> Recipe:
+    return parse_recipe(
+        {
+            "student": {"model": str(model)},
+            "teachers": {"t": {"model": str(ASSETS / "models" / "teacher-add")}},
+            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "rollout": {"max_new_tokens": 8},
+            "loss": {"topk": 8},
+            "trainer": {"steps": 1, "batch_size": 4},
+        }
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -103,20 +121,37 @@ def test_an_adapter_is_no_model(model: Path) -> None:
 def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
     model: Path, change: dict[str, object], told: str
 ) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | change))
-    recipe = parse_recipe(
-        {
-            "student": {"model": str(model)},
-            "teachers": {"t": {"model": str(ASSETS / "models" / "teacher-add")}},
-            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
-            "rollout": {"max_new_tokens": 8},
-            "loss": {"topk": 8},
-            "trainer": {"steps": 1, "batch_size": 4},
-        }
-    )
-    [problem] = preflight(recipe)
+    edit(model / "config.json", **change)
+    [problem] = preflight(recipe_of(model))
     assert told in problem and problem.startswith("student.model = ")
+
+
+ENDLESS = (
+    "names a token that ends a turn, so no rollout could end; set eos_token_id in its generation_config.json"
+)
+
+
+def test_a_student_whose_files_name_no_end_of_a_turn_is_refused(model: Path) -> None:
+    """`load_model` would refuse it, after the teachers were started. An end in config.json is not read beside a
+    generation_config.json."""
+    edit(model / "generation_config.json", eos_token_id=None)
+    assert not preflight(recipe_of(model))
+    edit(model / "tokenizer_config.json", eos_token=None)
+    [problem] = preflight(recipe_of(model))
+    assert ENDLESS in problem
+    with pytest.raises(DataError, match="names no end-of-sequence token"):
+        load_model(str(model), device="cpu")
+    (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    assert not ModelFolder(model).has_no_end
+    edit(model / "special_tokens_map.json", eos_token=None)
+    (model / "generation_config.json").unlink()  # config.json has an id
+    assert not ModelFolder(model).has_no_end
+    assert ModelFolder(model).ends == (2,)
+    assert load_model(str(model), device="cpu").stop_ids == (2,)
+    edit(model / "config.json", eos_token_id=None)
+    assert ModelFolder(model).has_no_end
+    edit(model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # which has one of its own
+    assert not ModelFolder(model).has_no_end
 
 
 def test_a_vocabulary_that_the_config_leaves_out_is_read_from_the_embedding_or_the_tokenizer(

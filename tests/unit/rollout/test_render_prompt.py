@@ -1,9 +1,12 @@
 """Rendering of prompts: the template's text, once, and errors that name the row."""
 
+from datetime import date
+
 import numpy as np
 import pytest
 from chat_tokenizers import ENDS, FAMILIES, chat_tokenizer
 
+from understudy.config.rollout import RolloutConfig
 from understudy.errors import DataError
 from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt
@@ -44,6 +47,35 @@ def test_tools_and_template_options_reach_the_template() -> None:
         template_options={"chat_template": "{{ mood }}{{ messages[0].content }}", "mood": "calm"},
     )
     assert tokenizer.decode(renderer.render(prompt(messages=CHAT)).tolist()).startswith("calmWhat")
+
+
+LLAMA_DATE = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today: {{ date_string }}. {{ messages[0].content }}"
+)
+
+
+def test_a_template_that_asks_for_the_date_gets_the_run_s() -> None:
+    """As those of Llama 3 and SmolLM3, which would render other prompts after a resume on another day."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = LLAMA_DATE
+
+    def rendered(rollout: RolloutConfig, *, ahead: bool = False) -> str:
+        renderer = Renderer(tokenizer, context=900, template_options=rollout.for_templates)
+        one = prompt(messages=CHAT)
+        if ahead:
+            renderer.ahead([one])
+            assert renderer._ready
+        return str(tokenizer.decode(renderer.render(one).tolist()))
+
+    begun = RolloutConfig(template_date="2024-07-26")
+    for ahead in (False, True):
+        assert rendered(begun, ahead=ahead).startswith("Today: 26 Jul 2024. What is")
+    given = RolloutConfig(template_date="2024-07-26", template_options={"date_string": "once"})
+    assert rendered(given).startswith("Today: once. ")
+    assert rendered(RolloutConfig()).startswith(f"Today: {date.today():%d %b %Y}. ")
+    with pytest.raises(ValueError, match=r"'26\.7\.2024' is no day; expected one like '2026-11-19'"):
+        RolloutConfig(template_date="26.7.2024")
 
 
 def test_rows_that_cannot_be_rendered_are_named() -> None:

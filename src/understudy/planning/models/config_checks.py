@@ -26,6 +26,7 @@ def models_load(
     if student:
         problems += _is_a_decoder(student, "student") + _is_known(student, "student")
         problems += _can_be_trained(student)
+        problems += _can_end(student)
         problems += _brings_code(student, "student", trusted)
         problems += _has_attention(student, "student", recipe.student.attention)
         problems += stays_within_border(recipe, student)
@@ -63,7 +64,7 @@ def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
 def _can_generate(recipe: Recipe, student: ModelFolder) -> list[str]:
     """Our own engine keeps keys and values; a layer with another state is left to vLLM."""
     kind, layers = str(student.config.get("model_type")), student.layer_types
-    recurrent = layers is None and "_is_stateful = True" in _modeling_source(kind)
+    recurrent = layers is None and "_is_stateful = True" in modeling_source(kind)
     other = sorted(set(layers or ()) - GROWING_LAYERS)
     if recipe.rollout.engine != "hf" or not (other or recurrent):
         return []
@@ -105,6 +106,15 @@ def _can_be_trained(student: ModelFolder) -> list[str]:
     ]
 
 
+def _can_end(student: ModelFolder) -> list[str]:
+    if not student.has_no_end:
+        return []
+    return [
+        f"student.model = {str(student.path)!r}: neither its generation_config.json nor its tokenizer_config.json names a token that ends "
+        "a turn, so no rollout could end; set eos_token_id in its generation_config.json"
+    ]
+
+
 def _brings_code(folder: ModelFolder, section: str, trusted: bool) -> list[str]:
     """A folder's own code is needed only for model types that transformers lacks: it prefers its own."""
     kind, brought = str(folder.config.get("model_type")), folder.config.get("auto_map")
@@ -126,7 +136,7 @@ _SUPPORT = {
 
 def _has_attention(folder: ModelFolder, section: str, attention: str) -> list[str]:
     kind = str(folder.config.get("model_type"))
-    source = _modeling_source(kind)
+    source = modeling_source(kind)
     # A class that derives from another model's has that model's attention, and is left to the loader.
     if "(PreTrainedModel)" not in source or _SUPPORT.get(attention, "") in source:
         return []
@@ -136,7 +146,7 @@ def _has_attention(folder: ModelFolder, section: str, attention: str) -> list[st
 
 
 @lru_cache
-def _modeling_source(kind: str) -> str:
+def modeling_source(kind: str) -> str:
     """The source of transformers' classes for a model type; "" if it has no file of the usual name."""
     folder, name = _transformers(), kind.replace("-", "_")
     file = folder / "models" / name / f"modeling_{name}.py" if folder else None

@@ -22,6 +22,8 @@ from understudy.teacher.vocabulary import Vocabulary
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers whose special tokens are those of the files alone."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -156,9 +158,18 @@ class ModelFolder:
 
     def _adapted(self, targets: Sequence[str]) -> list[list[int]]:
         return [
-            shape
+            self._shapes[f"{name}.weight"]
+            for name in self.matrices
+            if any(ends_with(name, target) for target in targets)
+        ]
+
+    @property
+    def matrices(self) -> list[str]:
+        """The layers whose weight is a matrix, by name; none if there are no weight files yet."""
+        return [
+            name.removesuffix(".weight")
             for name, shape in self._shapes.items()
-            if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
+            if len(shape) == 2 and name.endswith(".weight")
         ]
 
     @cached_property
@@ -183,11 +194,23 @@ class ModelFolder:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
-        eos = _optional(self.path / "generation_config.json").get(
-            "eos_token_id", self._text.get("eos_token_id")
-        )
-        found = [*(eos if isinstance(eos, list) else [eos]), self.special_ids.get("eos_token")]
+        found = [*self._generation_ends, self.special_ids.get("eos_token")]
         return tuple(sorted({int(one) for one in found if one is not None}))
+
+    @property
+    def _generation_ends(self) -> list[int | None]:
+        """Those of config.json count only without a generation_config.json, as in transformers."""
+        file = self.path / "generation_config.json"
+        eos = _optional(file).get("eos_token_id") if file.is_file() else self._text.get("eos_token_id")
+        return list(eos) if isinstance(eos, list) else [eos]
+
+    @property
+    def has_no_end(self) -> bool:
+        """Whether no file names a token that ends a turn, and the tokenizer's class has none of its own."""
+        told = _optional(self.path / "tokenizer_config.json")
+        named = told.get("eos_token") or _optional(self.path / "special_tokens_map.json").get("eos_token")
+        plain = told.get("tokenizer_class") in _PLAIN_TOKENIZERS
+        return plain and not named and all(one is None for one in self._generation_ends)
 
     @property
     def chat_template(self) -> str | None:
@@ -205,6 +228,11 @@ class ModelFolder:
         if isinstance(given, list):
             given = {one.get("name"): one.get("template", "") for one in given if isinstance(one, dict)}
         return found or (given if isinstance(given, dict) else {})
+
+
+def ends_with(layer: str, target: str) -> bool:
+    """Whether a layer's name ends in these whole parts: `q_proj`, `self_attn.q_proj`."""
+    return f".{layer}".endswith(f".{target}")
 
 
 def _optional(path: Path) -> dict[str, Any]:

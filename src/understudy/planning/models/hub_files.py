@@ -26,6 +26,7 @@ from understudy.planning.models.folder import HubNotReached, ModelFolder
 _NEEDED = ("config.json", "tokenizer.json")
 _FURTHER = (
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",

@@ -22,8 +22,8 @@ from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE,
 from understudy.policy.load import load_student, load_tokenizer
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
 
-_PROCESSOR_FILES = ("processor_config.json", "video_preprocessor_config.json")
-"""Of a vision-language model: among others, how many tokens stand for a tile of SmolVLM."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of a vision-language model, also of one that trains on text alone because its family's pictures are not supported."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FACTS = {
     "student": "Student (base model)",
@@ -104,7 +104,9 @@ def _write_model(
     student.tokenizer.save_pretrained(folder)
     if (pictures := PictureProcessor.load(base_model, revision)) is not None:
         pictures.image_processor.save_pretrained(str(folder))
-        for name in _PROCESSOR_FILES:
+    for name in _PROCESSOR_FILES:
+        found = None
+        if not (folder / name).exists():
             found = cached_file(
                 base_model,
                 name,
@@ -112,8 +114,8 @@ def _write_model(
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )
-            if found is not None:
-                shutil.copyfile(found, folder / name)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def _write_adapter(

@@ -8,7 +8,7 @@ model's weights. With float32 weights the masters *are* the weights and nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -113,14 +113,15 @@ class MasterAdamW:
         norm = torch.nn.utils.get_total_norm(grads)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def check_reach(self) -> None:
+    def check_reach(self, unused: Collection[str] = ()) -> None:
         """Refuses a step whose gradient reached less than half of the weights: its loss and norm look
         normal, but it would train almost nothing. Some weights may legitimately have no gradient (an expert
-        that no token was routed to)."""
-        without = [name for name, master in self.masters.items() if master.grad is None]
-        if 2 * len(without) > len(self.masters):
+        that no token was routed to). `unused`: weights that no row of the update uses; they do not count."""
+        counted = {name: master for name, master in self.masters.items() if name not in unused}
+        without = [name for name, master in counted.items() if master.grad is None]
+        if 2 * len(without) > len(counted):
             raise PolicyError(
-                f"the gradient reached only {len(self.masters) - len(without)} of {len(self.masters)} weights, none of "
+                f"the gradient reached only {len(counted) - len(without)} of {len(counted)} weights, none of "
                 f"{', '.join(without[:3])} …: something in the forward pass cuts them off (a layer with other code, a detached "
                 "tensor). The weights were not touched"
             )
@@ -169,12 +170,14 @@ class MasterAdamW:
             # AdamW keeps its step count on the host, unless its fused kernel counts.
             counter = torch.device("cpu") if self.sharded else master.device
             self.adamw.state[master] = {
-                kind: _placed(found[name], kind, master, counter) for kind, found in by_kind.items()
+                kind: _placed(found[name], kind, master, counter)
+                for kind, found in by_kind.items()
+                if name in found
             }
 
     def check_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors by kind and name; a parameter that is missing, new or of another shape is an error
-        that names it."""
+        that names it. A weight that never had a gradient has no moments yet, of any kind."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {"master": {}} if self.stored else {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
@@ -186,8 +189,13 @@ class MasterAdamW:
                 f"the checkpoint's optimizer state has {', '.join(foreign)}, which {self.settings.kind} does not know; "
                 "resume with the optimizer the run was started with"
             )
+        moments = [found for kind, found in by_kind.items() if kind != "master"]
+        stepped = set().union(*moments) & self.weights.keys()
+        if stepped:
+            for kind in sorted(kinds):
+                by_kind.setdefault(kind, {})
         for kind, found in by_kind.items():
-            expected = set(self.stored) if kind == "master" else set(self.weights)
+            expected = set(self.stored) if kind == "master" else stepped
             if found.keys() != expected:
                 missing, unknown = sorted(expected - found.keys())[:3], sorted(found.keys() - expected)[:3]
                 raise CheckpointError(

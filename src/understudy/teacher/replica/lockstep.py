@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from understudy.errors import LOST_PEER
+from understudy.errors import LOST_PEER, TeacherError
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
 from understudy.teacher.replica.tensor_parallel import ReplicaRank, shard_head, shard_layers
@@ -56,12 +57,33 @@ class LockstepScorer(Scorer):
         own = usable.within(head.vocab) if usable is not None else None
         # The model's own forward of the probe, before sharding: what the shards together must reproduce.
         self._truth = plain_scores(whole, own) if place.rank == 0 else np.empty(0, np.float32)
+        self._windows = self._windows_before_sharding(name, whole, options, own) if place.rank == 0 else None
         self._wire = to_wire(head) if place.rank == 0 else None
         shard_layers(whole.model, place)
         own_head = shard_head(head, place)
         _drop_whole_head(whole)
         whole.model.to(device)
         super().__init__(name, whole.on(device), options, head=_moved(own_head, device), usable=own)
+
+    def _windows_before_sharding(
+        self, name: str, whole: FrozenModel, options: ScorerOptions, usable: UsableIds | None
+    ) -> Exception | None:
+        """Why packed rows would lose the model's attention windows: the probe changes them in this process alone."""
+        if options.layout is ScoringLayout.PADDED:
+            return None
+        alone = Scorer(name, whole, replace(options, layout=ScoringLayout.PACKED), usable=usable)
+        try:
+            alone.check_windows(self._truth)
+        except (TeacherError, TypeError, ValueError, RuntimeError) as error:
+            return error
+        finally:
+            with alone.body.own_attention():
+                pass
+        return None
+
+    def check_windows(self, theirs: np.ndarray) -> None:
+        if self._windows is not None:
+            raise self._windows
 
     @property
     def wire_head(self) -> WireHead:

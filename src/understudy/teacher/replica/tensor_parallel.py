@@ -25,6 +25,7 @@ from torch import nn
 from understudy.errors import TeacherError
 from understudy.teacher.scoring.head import Head
 from understudy.teacher.scoring.head_kernel import VocabularyShard
+from understudy.teacher.scoring.model import body_of
 
 WHOLE = (
     "embedding_rowwise",
@@ -84,7 +85,7 @@ def shard_layers(model: Any, place: ReplicaRank) -> None:
             f"{type(model).__name__} brings no tensor-parallel plan; serve it with one device per replica"
         )
     _check_divisible(model, place)
-    body = model.base_model
+    body = body_of(model)
     for name, module in list(body.named_modules()):
         style = _style_of(name, plan)
         if style is None or style in WHOLE or (style == WHOLE_ATTENTION and ".self_attn." in name):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -272,6 +272,10 @@ class Body:
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copies to the device without waiting for it."""
         return to_device(array, self.frozen.device)
+
+    def own_attention(self) -> AbstractContextManager[None]:
+        """The model with the attention it was loaded with, for a forward of its own."""
+        return self._attention_of(self._own_attention)
 
     @contextmanager
     def _attention_of(self, name: str) -> Iterator[None]:

@@ -47,7 +47,7 @@ class FrozenModel:
 
     @property
     def body(self) -> Any:
-        return self.model.base_model
+        return body_of(self.model)
 
     @property
     def config(self) -> Any:
@@ -57,6 +57,12 @@ class FrozenModel:
     def rotary_border(self) -> int | None:
         """Sequences up to this length and longer ones may not share a forward (`nn/rotary_border.py`)."""
         return rotary_border(self.config.to_dict())
+
+
+def body_of(model: Any) -> Any:
+    """The model without its head. Llama4ForCausalLM names itself as its base model."""
+    base = model.base_model
+    return base if base is not model else getattr(model, "model", model)
 
 
 def load_frozen(

@@ -39,7 +39,7 @@ def quantized(
     cannot, or if the fixed tokens are further apart than `most_kl`."""
     _check(frozen, bits, device)
     before = _logprobs(frozen)
-    body = frozen.model.base_model
+    body = frozen.body
     for name, module in list(body.named_modules()):
         if type(module) is not nn.Linear:
             continue

@@ -22,6 +22,7 @@ import torch
 
 from understudy.errors import TeacherError
 from understudy.nn.grouped_attention import ROUND
+from understudy.nn.short_windows import short_windows
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.teacher.scoring.body import Body, ScoringLayout
@@ -284,7 +285,7 @@ class Scorer:
 
         An architecture whose attention cannot be packed is detected here and scored padded from then on.
         """
-        items = probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
+        items = self._probe()
         theirs = self._expected()
         wanted = self.body.layout
         self.body.layout = ScoringLayout.PADDED
@@ -300,6 +301,9 @@ class Scorer:
             self.body.compile_layers()
             self._check_same(self.score(request_of(items)).sampled_P, theirs, self.frozen.rounding)
             self._rehearse()
+
+    def _probe(self) -> list[ScoreItem]:
+        return probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
 
     def _rehearse(self) -> None:
         """Score batches of several shapes now, so that no request waits for compilation.
@@ -321,6 +325,7 @@ class Scorer:
         self.body.layout = ScoringLayout.PACKED
         try:
             self._check_same(self.score(request_of(items)).sampled_P, theirs)
+            self.check_windows(theirs)
         except (TeacherError, TypeError, ValueError, RuntimeError) as error:
             if wanted is ScoringLayout.PACKED:
                 raise TeacherError(
@@ -330,6 +335,20 @@ class Scorer:
             self.body.layout = ScoringLayout.PADDED
         else:
             self.body.layout = wanted
+
+    @torch.inference_mode()
+    def check_windows(self, theirs: np.ndarray) -> None:
+        """Raises if the model has attention windows that do not reach packed attention. `theirs`: the probe's
+        logprobs by the model's own forward."""
+        with short_windows(self.frozen.model) as windowed:
+            if not windowed:
+                return
+            with self.body.own_attention():
+                short = plain_scores(self.frozen, self.usable)
+            ours = self.score(request_of(self._probe())).sampled_P
+        # Rounding moves packed scores a little; a window that is not handed on leaves them where long windows put them.
+        if np.linalg.norm(ours - short) > np.linalg.norm(ours - theirs):
+            raise TeacherError("its attention windows are in the mask alone, which packed rows have none of")
 
     def _expected(self) -> np.ndarray:
         """The probe's logprobs by the model's own forward."""

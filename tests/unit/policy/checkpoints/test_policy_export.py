@@ -11,7 +11,16 @@ import yaml
 from small_student import cross_entropy, gemma2, qwen3, settings, token_mean, varied_batch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    PreTrainedTokenizerFast,
+)
 
 from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -193,3 +202,36 @@ def test_a_card_of_a_local_base_model_waits_for_its_hub_id() -> None:
 
 def test_a_card_escapes_markup() -> None:
     assert "<script" not in model_card({"student": "<script>alert(1)</script>"}, "x")
+
+
+def gemma3_with_pictures(folder: Path) -> Path:
+    """A vision-language model whose pictures are not supported: it trains on text alone."""
+    save_base(folder)
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = {**shape, "vocab_size": 23, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+    config = Gemma3Config(
+        text_config=text, vision_config={**shape, "image_size": 16, "patch_size": 4}, mm_tokens_per_image=4
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    image_processor = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    image_processor.save_pretrained(folder)
+    (folder / "processor_config.json").write_text('{"image_seq_length": 4}')
+    return folder
+
+
+def test_a_vision_language_model_that_trained_on_text_keeps_its_processor(tmp_path: Path) -> None:
+    base = gemma3_with_pictures(tmp_path / "base")
+    policy = Policy(load_student(str(base)).model, settings())
+    saved = CheckpointStore(tmp_path / "checkpoints").save(1, policy.state())
+    out = export(saved, base, tmp_path / "out", {})
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    AutoModelForImageTextToText.from_pretrained(out)
+    AutoImageProcessor.from_pretrained(out, backend="pil")

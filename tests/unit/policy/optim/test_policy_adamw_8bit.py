@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import CheckpointError
+from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.optim.adamw_8bit import BLOCK, AdamW8bit, _book, fresh_state
 from understudy.policy.policy import Policy
@@ -105,3 +110,27 @@ def test_another_optimizers_state_is_refused() -> None:
     packed = Policy(qwen3(), settings(adamw=AdamWSettings(kind="adamw_8bit")))
     with pytest.raises(CheckpointError, match="adamw_8bit does not know"):
         packed.load_state(plain.state())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_a_state_that_lacks_some_moments_of_a_weight_is_refused(kind: Literal["adamw", "adamw_8bit"]) -> None:
+    """A weight without any has had no gradient yet; one without some has lost them."""
+    batch, wanted = varied_batch(), settings(adamw=AdamWSettings(kind=kind))
+    policy = Policy(qwen3(), wanted)
+    policy.update(batch, cross_entropy, token_mean(batch))
+    saved = policy.state().detached()
+    norm = "model.norm.weight"
+    moments = sorted(name for name in saved.optimizer if name.endswith(f"/{norm}"))
+
+    def without(names: Collection[str]) -> PolicyState:
+        kept = {name: one for name, one in saved.optimizer.items() if name not in names}
+        return replace(saved, optimizer=kept)
+
+    Policy(qwen3(), wanted).load_state(without(moments))
+    with pytest.raises(CheckpointError, match=f"missing .*{norm}"):
+        Policy(qwen3(), wanted).load_state(without(moments[:1]))
+    first = moments[0].partition("/")[0]
+    with pytest.raises(CheckpointError, match=f"{first!r} does not fit the student: missing"):
+        Policy(qwen3(), wanted).load_state(
+            without([name for name in saved.optimizer if name.startswith(f"{first}/")])
+        )
