@@ -2,19 +2,26 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from starlette.requests import Request
+from starlette.responses import Response
 from test_remote import Server, whole
 
 from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.hosted.client import HostChannel
+from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.replicas import EngineReplica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.errors import EngineError
+from understudy.weights.snapshots import Snapshots
 
 WEIGHTS = [("w", torch.zeros(2))]
 
@@ -97,6 +104,84 @@ def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path)
         assert all(server.bodies for server in servers), "both serve again"
         await engine.pause()
         await engine.resume()
+
+    with_two(Mended, tmp_path, body)
+
+
+class Loading(Server):
+    """Keeps the weights that it was told to load."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda body: whole(body, label=self.label))
+        self.weight = -1.0
+
+    async def handle(self, request: Request) -> Response:
+        if request.url.path == "/collective_rpc":
+            path, _ = (await request.json())["args"]
+            self.weight = load_file(path)["w"][0].item()
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("published", [0, 1, 2])
+def test_weights_published_while_all_servers_are_gone_are_what_a_new_one_gets(
+    published: int, tmp_path: Path
+) -> None:
+    async def inner() -> None:
+        server = Loading()
+        engine = Mended(
+            DIALECTS["vllm"], [await server.start()], model="student", max_length=64, snapshots=tmp_path
+        )
+        try:
+            for version in range(published):
+                await engine.update_weights(version, [("w", torch.full((2,), float(version)))])
+            await server.stop()
+            engine.withdraw("replica-0")
+            await engine.update_weights(published, [("w", torch.full((2,), float(published)))])
+            server = Loading()
+            await engine.replace("replica-0", await server.start())
+            assert (server.weight, server.label) == (published, str(published))
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_weights_kept_for_a_remote_server_are_those_last_published(tmp_path: Path) -> None:
+    """What a broadcast sends is not seen here: the stand-in for it counts."""
+    gave: list[tuple[int, float]] = []
+
+    class Counting(WeightDelivery):
+        async def give(self, version: int, host: HostChannel) -> None:
+            assert self._packed is not None
+            gave.append((version, dict(self._packed.tensors())["w"][0].item()))
+
+    async def inner() -> None:
+        server = Server.truthful()
+        endpoint = replace(await server.start(), shares_memory=False)
+        engine = Mended(DIALECTS["vllm"], [endpoint], model="student", max_length=64)
+        engine._delivery._broadcast = Counting(Snapshots(0, tmp_path))
+        try:
+            engine.withdraw("replica-0")
+            for version in range(2):
+                await engine.update_weights(version, [("w", torch.full((2,), float(version)))])
+            await engine.replace("replica-0", endpoint)
+            assert gave == [(1, 1.0)] and server.label == "1"
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_a_server_that_gets_other_weights_than_the_last_published_serves_no_request(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        await engine.update_weights(1, WEIGHTS)
+        engine.withdraw("replica-1")
+        engine._delivery._newest = None
+        with pytest.raises(EngineError, match=r"replica-1 .* weights of version None; expected 1"):
+            await engine.replace("replica-1", engine._replica("replica-1").endpoint)
+        assert engine.is_withdrawn("replica-1")
 
     with_two(Mended, tmp_path, body)
 

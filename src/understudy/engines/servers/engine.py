@@ -268,7 +268,9 @@ class RemoteEngine:
             was_idle = self._in_flight == 0
             await self._stop_all(tell=not was_idle)
             try:
-                await self._delivery.bring(self._replicas.present, version, list(tensors))
+                present = self._replicas.present
+                absent = [one for one in self._replicas.all if one not in present]
+                await self._delivery.bring(present, version, list(tensors), absent)
                 self._version = version
             finally:
                 if was_open:
