@@ -131,10 +131,10 @@ def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
     with pytest.raises(EngineError, match=r"row within 1 s.*Cannot connect to host"):
 
         async def gone(engine: RemoteEngine) -> None:
-            await engine.replace("replica-0", Endpoint("http://127.0.0.1:9"))
+            await server.stop()
             await engine.generate([request()])
 
-        run([Server()], gone)
+        run([server := Server()], gone)
 
 
 def test_a_refusal_is_final() -> None:

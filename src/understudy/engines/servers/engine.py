@@ -43,6 +43,9 @@ from understudy.types.trajectory import StopReason
 QUIET_S = 1.0
 """A paused server returns its requests one by one; this long after its last answer we expect no more."""
 
+NOTHING_NEW_S = 0.05
+"""A server that returned no token although nothing changed is asked again after this."""
+
 
 class RemoteEngine:
     """An `Engine` over one or several servers that hold the same weights.
@@ -143,9 +146,13 @@ class RemoteEngine:
             )
         writing = Continuation(request, shown)
         while await self._gate_opens(aborts):
+            before, version = writing.written, self._version
             await self._piece_unless_aborted(writing)
             if writing.stop_reason is not StopReason.ABORTED:
                 break
+            changed = self._version != version or self._aborts != aborts or not self._open.is_set()
+            if writing.written == before and not changed:
+                await asyncio.sleep(NOTHING_NEW_S)  # a paused server answers at once
         return writing.generation()
 
     async def _gate_opens(self, aborts: int) -> bool:
@@ -277,13 +284,16 @@ class RemoteEngine:
                     await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
-        """After a restart of a server: gives it the newest weights before it gets any request."""
+        """After a restart of a server, or when it answers again: gives it the newest weights before any request."""
         replica = self._replica(name)
         old, self._clients[name] = self._clients[name], self._client(name, endpoint)
         replica.endpoint = endpoint
         await old.close()
         async with self._changing:
             await self._delivery.catch_up(replica)
+            if self._open.is_set() and self._dialect.resume is not None:
+                # It may have been lost between a pause and the order to go on, and still be paused.
+                await self._post(replica, *self._dialect.resume)
             self._replicas.back(replica)
 
     def _replica(self, name: str) -> EngineReplica:
