@@ -281,6 +281,33 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
     run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, timeout_s=20)
 
 
+def test_a_server_that_fails_late_leaves_time_for_another() -> None:
+    """How long it generated before does not count as time of retries."""
+
+    async def late(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(1.0)
+        return 500
+
+    bad, good = Server(late), Server()
+
+    async def body(engine: RemoteEngine) -> None:
+        (generation,) = await engine.generate([request()])
+        assert len(generation.tokens) == 4 and len(bad.bodies) == len(good.bodies) == 1
+
+    run([bad, good], body, timeout_s=0.8)
+
+
+def test_servers_that_all_fail_late_end_the_request() -> None:
+    async def late(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.5)
+        return 500
+
+    servers = [Server(late), Server(late)]
+    with pytest.raises(EngineError, match=r"row within 0\.8 s of retries.*trouble"):
+        run(servers, lambda engine: engine.generate([request()]), timeout_s=0.8)
+    assert sum(len(server.bodies) for server in servers) == 4
+
+
 def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
     """Its machine lost power and does not close its connections; the launcher knows."""
     asked, let_go = asyncio.Event(), asyncio.Event()

@@ -261,6 +261,23 @@ def test_a_server_that_stays_paused_is_not_asked_without_rest(tmp_path: Path) ->
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
+def test_the_wait_for_a_restart_does_not_count_as_retries(tmp_path: Path) -> None:
+    class Restarting(Mended):
+        def _restarting(self) -> bool:
+            return True
+
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        for name in ("replica-0", "replica-1"):
+            engine.withdraw(name)
+        writing = asyncio.create_task(engine.generate([request()]))
+        await asyncio.sleep(2.5)
+        assert not writing.done(), "2 s is the limit of retries"
+        await engine.replace("replica-0", engine._replica("replica-0").endpoint)
+        assert len((await writing)[0].tokens) == 4
+
+    with_two(Restarting, tmp_path, body)
+
+
 def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(tmp_path: Path) -> None:
     """Asked again at once it would be written by the new weights and called the old ones' work."""
 

@@ -53,8 +53,9 @@ class RemoteEngine:
     Holds the replicas' load, the gate that is closed while weights change, and the number of requests in
     flight. The trainer calls it on one event loop.
 
-    deadline      of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
-    timeout_s    how long a request is retried before it fails
+    deadline_s    of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
+    timeout_s     how long a request is retried before it fails. A failed attempt counts for a quarter of it at
+                  most, however long it generated; waits for a server that is being restarted do not count
     snapshots     folder for weights that servers read; in memory (/dev/shm) by default
     address       this machine's address as seen from remote servers, for broadcasts of weights
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
@@ -192,16 +193,16 @@ class RemoteEngine:
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left
-        deadline = time.monotonic() + self._timeout_s
-        problem = "all of them are resting after failures"
+        retried, problem = 0.0, "all of them are resting after failures"
         # Weights may change between two attempts: then return, and `_generate` asks under the new ones.
-        while time.monotonic() < deadline:
+        while retried < self._timeout_s:
             if not self._open.is_set() or self._version != version or self._closed:
                 return
-            replica = self._replicas.pick(request.session, size)
+            replica, began = self._replicas.pick(request.session, size), time.monotonic()
             if replica is None:
-                self._check_any_left()
+                counts = not self._restarting()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
+                retried += counts * (time.monotonic() - began)
                 continue
             try:
                 order = self._order(replica, left)
@@ -215,6 +216,8 @@ class RemoteEngine:
                 problem = str(error)
                 self._replicas.failed(replica, size, problem)
                 await asyncio.sleep(0.05)
+                # A server may die late in a long generation: then another one is still asked.
+                retried += min(time.monotonic() - began, self._timeout_s / 4)
                 continue
             except BaseException:
                 self._replicas.withdrawn(replica, size)
@@ -222,7 +225,7 @@ class RemoteEngine:
             self._replicas.succeeded(replica, size)
             return
         raise EngineError(
-            f"no server generated {request.key} within {self._timeout_s:g} s; the last problem: {problem}"
+            f"no server generated {request.key} within {self._timeout_s:g} s of retries; the last problem: {problem}"
         )
 
     async def _fetch(self, replica: EngineReplica, order: ServerOrder, ask: PieceRequest) -> GeneratedPart:
@@ -375,8 +378,10 @@ class RemoteEngine:
         """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
         return False
 
-    def _check_any_left(self) -> None:
-        """Raises if no server will ever serve again; only subclasses that own their servers can know."""
+    def _restarting(self) -> bool:
+        """Whether a server is being restarted; raises if none will ever serve again. Only subclasses that own
+        their servers can know."""
+        return False
 
     async def close(self) -> None:
         if self._closed:
