@@ -17,7 +17,7 @@ from starlette.routing import Route
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Replicas
 from understudy.engines.servers import engine as engine_module
-from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.dialects import DIALECTS, PieceRequest
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
@@ -217,6 +217,18 @@ def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
         True,
         False,
     )
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_stop_texts_are_looked_for_in_special_tokens_too(dialect: str) -> None:
+    def sent(*stops: str) -> dict[str, Any]:
+        ask = GenerateRequest("row", np.array([3], np.int32), Sampling(4, stop_strings=stops), 1)
+        body = DIALECTS[dialect].body(PieceRequest(ask, ask.tokens, 4, 1, salt="", model="student"))
+        params: dict[str, Any] = body.get("sampling_params", body)
+        return {name: params[name] for name in params if "special_tokens" in name}
+
+    assert sent("<|im_start|>") == {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert sent() == {}
 
 
 def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> None:
