@@ -268,6 +268,51 @@ def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
     assert len({body["sampling_params"]["seed"] for body in server.bodies}) == 3
 
 
+def spelling(pieces: list[str], finish: str = "length") -> Server:
+    """A server whose tokens are characters. It hands these texts back one by one, each but the last as aborted."""
+    left = list(pieces)
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        text = left.pop(0)
+        top = [{"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": -0.2}]
+        content = [{"logprob": -0.1 * i, "top_logprobs": top} for i in range(1, len(text) + 1)]
+        ids, why = [ord(c) for c in text], "abort" if left else finish
+        return whole(body, token_ids=ids, finish_reason=why, logprobs={"content": content})
+
+    return Server(answer)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "finish", "expected", "reason"),
+    [
+        (["ab\nUs", "er: more"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\n", "Us", "er", ": more"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\nUser", ":"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\nUser", ":"], "stop", "ab\nUser:", StopReason.EOS),
+        (["ab\nUs", "ing tools"], "length", "ab\nUsing tools", StopReason.LENGTH),
+        (["ab\nUs", "ing tools\nUs", "er:er:"], "length", "ab\nUsing tools\nUser:", StopReason.STOP_STRING),
+    ],
+)
+def test_a_stop_text_across_a_change_of_weights_ends_the_generation(
+    pieces: list[str], finish: str, expected: str, reason: StopReason
+) -> None:
+    """Each request's server looks at what it draws itself, not at what the prompt holds already."""
+    server = spelling(pieces, finish)
+    sampling = Sampling(40, stop_strings=("\nUser:", "|"), candidates=1)
+
+    async def body(engine: RemoteEngine) -> None:
+        asked = GenerateRequest("row", np.array([3], np.int32), sampling, 1)
+        (generation,) = await engine.generate([asked])
+        assert "".join(map(chr, generation.tokens)) == expected and generation.stop_reason is reason
+        assert len(generation.logprobs) == len(generation.weight_versions) == len(expected)
+        assert generation.candidate_ids is not None and generation.candidate_ids.tolist() == [[1]] * len(
+            expected
+        )
+        assert len(server.bodies) == len(pieces)
+
+    run([server], body, detokenize=lambda ids: "".join(map(chr, ids)), timeout_s=20)
+
+
 def test_sessions_stay_and_load_is_shared() -> None:
     servers = [Server(), Server()]
 

@@ -43,6 +43,10 @@ class GeneratedPart:
     read: list[int] | None = None
     """The prompt's ids as the server read them, if it had to expand placeholders of pictures."""
 
+    def first(self, count: int, reason: StopReason) -> GeneratedPart:
+        tokens, logprobs, best = self.tokens[:count], self.logprobs[:count], self.candidates[:count]
+        return replace(self, tokens=tokens, logprobs=logprobs, candidates=best, stop_reason=reason)
+
     @staticmethod
     def nothing() -> GeneratedPart:
         """No token, aborted: the rest has to be asked for."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import Detokenize, GenerateRequest, Generation
 from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.engines.servers.continuation import (
     Continuation,
@@ -61,6 +61,7 @@ class RemoteEngine:
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
                   and the batch changes the last bits all the same
     pictures      the student's way of reading pictures; None: prompts with pictures are refused
+    detokenize    the student's, to find stop texts that lie across a change of weights; None: they are missed
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RemoteEngine:
         version: int = -1,
         address: str = "127.0.0.1",
         pictures: PictureReader | None = None,
+        detokenize: Detokenize | None = None,
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
         self._pictures = pictures if dialect.forget_pictures is not None else None
@@ -92,7 +94,7 @@ class RemoteEngine:
             deadline_per_token_s,
             timeout_s,
         )
-        self._version, self._seeded = version, seeded
+        self._version, self._seeded, self._detokenize = version, seeded, detokenize
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self._idle = asyncio.Event()
@@ -145,7 +147,7 @@ class RemoteEngine:
             shown = await asyncio.to_thread(
                 vllm_parts, self._pictures, request.key, request.tokens, request.media
             )
-        writing = Continuation(request, shown)
+        writing = Continuation(request, shown, self._detokenize)
         while await self._gate_opens(aborts):
             before, version = writing.written, self._version
             await self._piece_unless_aborted(writing)
