@@ -201,6 +201,7 @@ async def build(
                 recipe.rollout.max_batch,
                 recipe.rollout.deadline_seconds,
                 recipe.run.seed,
+                recipe.rollout.max_trajectory_tokens,
             ),
             teachers=TeacherParts(
                 teachers.pools,

@@ -140,6 +140,7 @@ async def _remote(
             handover=handover,
             seeded=settings.deterministic,
             pictures=student.pictures,
+            detokenize=student.tokenizer.decode,
         )
     return RemoteEngine(
         DIALECTS[rollout.engine],
@@ -149,6 +150,7 @@ async def _remote(
         snapshots=snapshots,
         seeded=settings.deterministic,
         pictures=student.pictures,
+        detokenize=student.tokenizer.decode,
     )
 
 

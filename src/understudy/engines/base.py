@@ -6,7 +6,7 @@ The module needs no torch: rollout workers import it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,9 @@ from understudy.types.usable_ids import UsableIds
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Detokenize = Callable[[Sequence[int]], str]
+"""The text of tokens, special tokens included."""
 
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types with keys and values per token as state; other states cannot be padded, merged or cut."""

@@ -217,7 +217,8 @@ def _evaluator(
     rewards = Rewards([settings.reward], renderer)
     stack.push_async_callback(rewards.close)
     return Evaluator(
-        engine, loops, rewards, renderer, sampling, context, rollout.max_batch, rollout.deadline_seconds, subject.seed
+        engine, loops, rewards, renderer, sampling, context, rollout.max_batch, rollout.deadline_seconds, subject.seed,
+        rollout.max_trajectory_tokens,
     )  # fmt: skip
 
 

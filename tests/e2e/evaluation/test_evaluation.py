@@ -11,9 +11,12 @@ from small_runs import call_cli, run_cli, write_toml
 from transformers import AutoTokenizer
 
 import understudy
+from understudy.assembly import build
 from understudy.cli.main import main
 from understudy.observability.metrics import read_metrics, without_clock
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.run import evaluate_model
+from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import LoadedModel
 
 Make = Callable[..., dict[str, Any]]
@@ -131,6 +134,25 @@ def test_the_command_measures_the_model_that_was_measured(
     assert abs(other.metrics[0]["val/accuracy"] - run.metrics[0]["val/accuracy"]) > 1e-3, (
         "it does change them"
     )
+
+
+@pytest.mark.slow
+def test_evaluations_have_the_budget_of_the_run_s_trajectories(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Evaluator] = []
+
+    def recorded(*parts: Any) -> Evaluator:
+        made.append(Evaluator(*parts))
+        return made[-1]
+
+    for module in (build, evaluate_model):
+        monkeypatch.setattr(module, "Evaluator", recorded)
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:4]) + "\n")
+    table = recipe(data__eval=str(data), trainer__steps=1, rollout__max_trajectory_tokens=5)
+    assert main(["eval", str(understudy.train(table, progress=False).dir)]) == 0
+    assert [one.max_generated for one in made] == [5, 5]
 
 
 @pytest.mark.parametrize("model", ["a run", "a model"])

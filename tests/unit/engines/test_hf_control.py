@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.rows import DecodingRow, RowBatch
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
@@ -119,6 +120,66 @@ def test_a_live_update_continues_generations_under_the_new_weights() -> None:
                     at = len(request.tokens) + start
                     expected = logprobs[at - 1 : -1].gather(1, ids[0, at:, None])[:, 0].numpy()
                     np.testing.assert_allclose(generation.logprobs[start:end], expected, atol=2e-5)
+
+    run(body)
+
+
+class Counted:
+    """What an engine builds batches of, after the first update: tokens with padding. It can be told to fail at one of them."""
+
+    def __init__(self, engine: HFEngine, fails_at: int = -1) -> None:
+        self._engine, self._build, self._fails_at = engine, engine._scheduler._build, fails_at
+        self.padded: list[int] = []
+        engine._scheduler._build = self
+
+    def __call__(self, rows: Sequence[DecodingRow]) -> RowBatch:
+        if self._engine.version > 0:
+            if len(self.padded) == self._fails_at:
+                raise RuntimeError("no memory")
+            self.padded.append(len(rows) * max(map(len, rows)))
+        return self._build(rows)
+
+
+BUDGET = 90
+"""All rows of the next tests enter at once; they no longer fit when each has written eight tokens."""
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_after_new_weights_rows_enter_within_the_prefill_budget_again(batching: Batching) -> None:
+    async def written(budget: int) -> tuple[list[list[int]], list[int]]:
+        steps: list[int] = []
+        settings: dict[str, Any] = {"batching": batching, "prefill_tokens": budget, "version": 0}
+        async with engine_over(slowed(make_model("qwen3"), steps), **settings) as engine:
+            counted = Counted(engine)
+            task = asyncio.create_task(engine.generate(make_requests(8, LONG)))
+            await until(lambda: len(steps) >= 9)
+            await engine.update_weights(1, make_model("qwen3").named_parameters())
+            return [one.tokens.tolist() for one in await task], counted.padded
+
+    async def body() -> None:
+        tokens, padded = await written(BUDGET)
+        assert len(padded) > 1 and max(padded) <= BUDGET
+        assert tokens == [generate_plainly(make_model("qwen3"), one)[0] for one in make_requests(8, LONG)]
+        _, padded = await written(65_536)
+        assert len(padded) == 1
+
+    run(body)
+
+
+def test_if_a_part_of_the_rows_cannot_enter_every_caller_is_told() -> None:
+    """Those of the part before, of the part itself, and of the parts that were to come."""
+
+    async def body() -> None:
+        steps: list[int] = []
+        settings: dict[str, Any] = {"batching": Batching.CONTINUOUS, "prefill_tokens": BUDGET, "version": 0}
+        async with engine_over(slowed(make_model("qwen3"), steps), **settings) as engine:
+            Counted(engine, fails_at=1)
+            calls = [asyncio.create_task(engine.generate([one])) for one in make_requests(8, LONG)]
+            await until(lambda: len(steps) >= 9)
+            await engine.update_weights(1, make_model("qwen3").named_parameters())
+            for call in calls:
+                with pytest.raises(EngineError, match="no memory"):
+                    await call
 
     run(body)
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Replicas
 from understudy.engines.servers import engine as engine_module
-from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.dialects import DIALECTS, PieceRequest
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
@@ -131,10 +131,10 @@ def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
     with pytest.raises(EngineError, match=r"row within 1 s.*Cannot connect to host"):
 
         async def gone(engine: RemoteEngine) -> None:
-            await engine.replace("replica-0", Endpoint("http://127.0.0.1:9"))
+            await server.stop()
             await engine.generate([request()])
 
-        run([Server()], gone)
+        run([server := Server()], gone)
 
 
 def test_a_refusal_is_final() -> None:
@@ -219,6 +219,18 @@ def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_stop_texts_are_looked_for_in_special_tokens_too(dialect: str) -> None:
+    def sent(*stops: str) -> dict[str, Any]:
+        ask = GenerateRequest("row", np.array([3], np.int32), Sampling(4, stop_strings=stops), 1)
+        body = DIALECTS[dialect].body(PieceRequest(ask, ask.tokens, 4, 1, salt="", model="student"))
+        params: dict[str, Any] = body.get("sampling_params", body)
+        return {name: params[name] for name in params if "special_tokens" in name}
+
+    assert sent("<|im_start|>") == {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert sent() == {}
+
+
 def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> None:
     answers = iter([{"token_ids": [7], "finish_reason": "abort"}, {}])
 
@@ -256,6 +268,51 @@ def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
     assert len({body["sampling_params"]["seed"] for body in server.bodies}) == 3
 
 
+def spelling(pieces: list[str], finish: str = "length") -> Server:
+    """A server whose tokens are characters. It hands these texts back one by one, each but the last as aborted."""
+    left = list(pieces)
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        text = left.pop(0)
+        top = [{"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": -0.2}]
+        content = [{"logprob": -0.1 * i, "top_logprobs": top} for i in range(1, len(text) + 1)]
+        ids, why = [ord(c) for c in text], "abort" if left else finish
+        return whole(body, token_ids=ids, finish_reason=why, logprobs={"content": content})
+
+    return Server(answer)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "finish", "expected", "reason"),
+    [
+        (["ab\nUs", "er: more"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\n", "Us", "er", ": more"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\nUser", ":"], "length", "ab\nUser:", StopReason.STOP_STRING),
+        (["ab\nUser", ":"], "stop", "ab\nUser:", StopReason.EOS),
+        (["ab\nUs", "ing tools"], "length", "ab\nUsing tools", StopReason.LENGTH),
+        (["ab\nUs", "ing tools\nUs", "er:er:"], "length", "ab\nUsing tools\nUser:", StopReason.STOP_STRING),
+    ],
+)
+def test_a_stop_text_across_a_change_of_weights_ends_the_generation(
+    pieces: list[str], finish: str, expected: str, reason: StopReason
+) -> None:
+    """Each request's server looks at what it draws itself, not at what the prompt holds already."""
+    server = spelling(pieces, finish)
+    sampling = Sampling(40, stop_strings=("\nUser:", "|"), candidates=1)
+
+    async def body(engine: RemoteEngine) -> None:
+        asked = GenerateRequest("row", np.array([3], np.int32), sampling, 1)
+        (generation,) = await engine.generate([asked])
+        assert "".join(map(chr, generation.tokens)) == expected and generation.stop_reason is reason
+        assert len(generation.logprobs) == len(generation.weight_versions) == len(expected)
+        assert generation.candidate_ids is not None and generation.candidate_ids.tolist() == [[1]] * len(
+            expected
+        )
+        assert len(server.bodies) == len(pieces)
+
+    run([server], body, detokenize=lambda ids: "".join(map(chr, ids)), timeout_s=20)
+
+
 def test_sessions_stay_and_load_is_shared() -> None:
     servers = [Server(), Server()]
 
@@ -279,6 +336,33 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
         assert len(generations) == 2 and len(good.bodies) == 2
 
     run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, timeout_s=20)
+
+
+def test_a_server_that_fails_late_leaves_time_for_another() -> None:
+    """How long it generated before does not count as time of retries."""
+
+    async def late(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(1.0)
+        return 500
+
+    bad, good = Server(late), Server()
+
+    async def body(engine: RemoteEngine) -> None:
+        (generation,) = await engine.generate([request()])
+        assert len(generation.tokens) == 4 and len(bad.bodies) == len(good.bodies) == 1
+
+    run([bad, good], body, timeout_s=0.8)
+
+
+def test_servers_that_all_fail_late_end_the_request() -> None:
+    async def late(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.5)
+        return 500
+
+    servers = [Server(late), Server(late)]
+    with pytest.raises(EngineError, match=r"row within 0\.8 s of retries.*trouble"):
+        run(servers, lambda engine: engine.generate([request()]), timeout_s=0.8)
+    assert sum(len(server.bodies) for server in servers) == 4
 
 
 def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:

@@ -2,19 +2,27 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_remote import Server, whole
+from safetensors.torch import load_file
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from test_remote import Server, request, whole
 
 from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.hosted.client import HostChannel
+from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.replicas import EngineReplica
+from understudy.engines.servers.continuation import BAD_GATEWAY, PAUSED
 from understudy.engines.servers.dialects import DIALECTS
-from understudy.engines.servers.engine import RemoteEngine
+from understudy.engines.servers.engine import NOTHING_NEW_S, RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.errors import EngineError
+from understudy.weights.snapshots import Snapshots
 
 WEIGHTS = [("w", torch.zeros(2))]
 
@@ -99,6 +107,175 @@ def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path)
         await engine.resume()
 
     with_two(Mended, tmp_path, body)
+
+
+class Loading(Server):
+    """Keeps the weights that it was told to load."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda body: whole(body, label=self.label))
+        self.weight = -1.0
+
+    async def handle(self, request: Request) -> Response:
+        if request.url.path == "/collective_rpc":
+            path, _ = (await request.json())["args"]
+            self.weight = load_file(path)["w"][0].item()
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize("published", [0, 1, 2])
+def test_weights_published_while_all_servers_are_gone_are_what_a_new_one_gets(
+    published: int, tmp_path: Path
+) -> None:
+    async def inner() -> None:
+        server = Loading()
+        engine = Mended(
+            DIALECTS["vllm"], [await server.start()], model="student", max_length=64, snapshots=tmp_path
+        )
+        try:
+            for version in range(published):
+                await engine.update_weights(version, [("w", torch.full((2,), float(version)))])
+            await server.stop()
+            engine.withdraw("replica-0")
+            await engine.update_weights(published, [("w", torch.full((2,), float(published)))])
+            server = Loading()
+            await engine.replace("replica-0", await server.start())
+            assert (server.weight, server.label) == (published, str(published))
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_weights_kept_for_a_remote_server_are_those_last_published(tmp_path: Path) -> None:
+    """What a broadcast sends is not seen here: the stand-in for it counts."""
+    gave: list[tuple[int, float]] = []
+
+    class Counting(WeightDelivery):
+        async def give(self, version: int, host: HostChannel) -> None:
+            assert self._packed is not None
+            gave.append((version, dict(self._packed.tensors())["w"][0].item()))
+
+    async def inner() -> None:
+        server = Server.truthful()
+        endpoint = replace(await server.start(), shares_memory=False)
+        engine = Mended(DIALECTS["vllm"], [endpoint], model="student", max_length=64)
+        engine._delivery._broadcast = Counting(Snapshots(0, tmp_path))
+        try:
+            engine.withdraw("replica-0")
+            for version in range(2):
+                await engine.update_weights(version, [("w", torch.full((2,), float(version)))])
+            await engine.replace("replica-0", endpoint)
+            assert gave == [(1, 1.0)] and server.label == "1"
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_a_server_that_gets_other_weights_than_the_last_published_serves_no_request(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        await engine.update_weights(1, WEIGHTS)
+        engine.withdraw("replica-1")
+        engine._delivery._newest = None
+        with pytest.raises(EngineError, match=r"replica-1 .* weights of version None; expected 1"):
+            await engine.replace("replica-1", engine._replica("replica-1").endpoint)
+        assert engine.is_withdrawn("replica-1")
+
+    with_two(Mended, tmp_path, body)
+
+
+class Pausing(Server):
+    """As a server behind our proxy: while paused it sends requests for tokens back at once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda body: whole(body, label=self.label))
+        self.paused, self.loses_weights, self.sent_back = False, False, 0
+
+    async def handle(self, request: Request) -> Response:
+        path = request.url.path
+        self.paused = path == "/pause" or (self.paused and path != "/resume")
+        if path == "/collective_rpc" and self.loses_weights:
+            self.loses_weights = False
+            return JSONResponse({"error": "lost"}, status_code=BAD_GATEWAY)
+        if path == "/inference/v1/generate" and self.paused:
+            self.sent_back += 1
+            return JSONResponse({"error": "weights change"}, status_code=PAUSED)
+        return await super().handle(request)
+
+
+def test_a_live_server_that_was_lost_during_a_publish_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    async def inner() -> None:
+        servers = [Pausing(), Pausing()]
+        endpoints = [await server.start() for server in servers]
+        engine = Mended(
+            DIALECTS["vllm"], endpoints, model="student", max_length=64, version=0, snapshots=tmp_path
+        )
+
+        async def slow(body: dict[str, Any]) -> Any:
+            await asyncio.sleep(0.2)
+            return whole(body, label=servers[0].label)
+
+        try:
+            servers[0].answer = slow  # a request in flight, so that the publish tells the servers to pause
+            writing = asyncio.create_task(engine.generate([request(session="first")]))
+            while not servers[0].bodies:
+                await asyncio.sleep(0.005)
+            servers[1].loses_weights = True
+            await engine.update_weights(1, WEIGHTS)
+            await writing
+            assert engine.is_withdrawn("replica-1") and servers[1].paused
+            await engine.pause()
+            await engine.replace("replica-1", endpoints[1])
+            assert servers[1].paused, "the engine is paused"
+            await engine.resume()
+            assert not servers[1].paused
+            servers[1].paused = True
+            await engine.replace("replica-1", endpoints[1])
+            assert not servers[1].paused
+        finally:
+            await engine.close()
+            for server in servers:
+                await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_a_server_that_stays_paused_is_not_asked_without_rest(tmp_path: Path) -> None:
+    async def inner() -> None:
+        server = Pausing()
+        engine = Mended(DIALECTS["vllm"], [await server.start()], model="student", max_length=64, version=0)
+        try:
+            server.paused = True
+            writing = asyncio.create_task(engine.generate([request()]))
+            await asyncio.sleep(1.0)
+            assert 1 <= server.sent_back <= 1.0 / NOTHING_NEW_S
+            server.paused = False
+            await writing
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_the_wait_for_a_restart_does_not_count_as_retries(tmp_path: Path) -> None:
+    class Restarting(Mended):
+        def _restarting(self) -> bool:
+            return True
+
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        for name in ("replica-0", "replica-1"):
+            engine.withdraw(name)
+        writing = asyncio.create_task(engine.generate([request()]))
+        await asyncio.sleep(2.5)
+        assert not writing.done(), "2 s is the limit of retries"
+        await engine.replace("replica-0", engine._replica("replica-0").endpoint)
+        assert len((await writing)[0].tokens) == 4
+
+    with_two(Restarting, tmp_path, body)
 
 
 def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(tmp_path: Path) -> None:

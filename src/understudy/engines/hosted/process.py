@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from understudy.engines.base import Detokenize
 from understudy.engines.hosted.app import HostApp
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
-from understudy.engines.local.rows import Detokenize
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import EngineError
 from understudy.media.processor import PictureProcessor, PictureReader

@@ -97,21 +97,30 @@ class WeightDelivery:
         return self._snapshots.folder
 
     async def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], hosts: Sequence[HostChannel]
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        hosts: Sequence[HostChannel],
+        *,
+        pack: bool = False,
     ) -> dict[HostChannel, HostLost]:
-        """Sends the weights to every host. Returns lost hosts with the reason; raises if a host refuses."""
+        """Sends the weights to every host. Returns lost hosts with the reason; raises if a host refuses.
+
+        `pack`: packs them for remote hosts even if none is given, because `give` will send them to one.
+        """
         named = list(tensors)
         if not named:
             return await self._tell(hosts, WeightsOrder(version))
         local = [host for host in hosts if host.endpoint.shares_memory]
         remote = [host for host in hosts if not host.endpoint.shares_memory]
         # Replace the newest weights only once the file is complete: a restarted host gets the newest.
-        file = await asyncio.to_thread(self._snapshots.write, version, named) if local or not remote else None
+        pack = pack or bool(remote)
+        file = await asyncio.to_thread(self._snapshots.write, version, named) if local or not pack else None
         if self._packed is not None:
             self._spare, self._sending = [] if self._sending else self._packed.flats, False
         self._file, before = file, self._file
         self._device = named[0][1].device
-        self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if remote else None
+        self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if pack else None
         at_once = await asyncio.gather(
             self._tell(local, WeightsOrder(version, self._file)),
             self._broadcast(version, remote),

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from understudy.engines.base import GROWING_LAYERS, GenerateRequest, Generation
+from understudy.engines.base import GROWING_LAYERS, Detokenize, GenerateRequest, Generation
 from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.padded import PaddedBatch
-from understudy.engines.local.rows import DecodingRow, DecodingRows, Detokenize, RowBatch
+from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 from understudy.engines.local.scheduler import Batching, Call, Scheduler
 from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.errors import EngineError

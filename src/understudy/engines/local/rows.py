@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import Detokenize, GenerateRequest, Generation
 from understudy.engines.local.kernels.draw import can_draw, draw_unfiltered
 from understudy.engines.local.sampling import SamplingBatch, draw, shape_logits
 from understudy.types.trajectory import StopReason
 from understudy.types.usable_ids import UsableIds
-
-Detokenize = Callable[[Sequence[int]], str]
 
 
 @dataclass(slots=True)

@@ -102,7 +102,8 @@ class Scheduler:
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that had no place in the batch yet."""
         self._entering: Sequence[DecodingRow] = ()
-        """Rows whose prompts are being computed: not waiting, not in the batch; needed if that fails."""
+        """Rows that left the waiting ones, or the batch at new weights, and are not in the batch yet: their calls
+        must be known if that fails."""
         self._changed = threading.Condition()
         self._paused = self._refresh = self._closed = False
         self._resting = True
@@ -193,9 +194,10 @@ class Scheduler:
 
     def _turn(self) -> None:
         if self._batch is not None and self._refresh:
-            rows = self._batch.writing.end()
+            self._entering = self._batch.writing.end()
             self._batch.release()
-            self._batch = self._enter(rows)
+            self._batch = None
+            self._enter()
         self._refresh = False
         self._admit()
         if self._batch is None:
@@ -220,22 +222,36 @@ class Scheduler:
             free = self._max_batch - running
             if running and free < max(1, self._max_batch // 8) and self._ready_rows() > free:
                 return
-            group = self._next_group(free, running)
-            if not group:
+            self._entering = self._next_group(free, running)
+            if not self._entering:
                 return
+            self._enter()
+
+    def _enter(self) -> None:
+        """Computes the prompts of the entering rows, as many at a time as fit the prefill budget.
+
+        After new weights these are all rows of the batch, which may have entered in several groups. The parts
+        depend on the rows alone, so results repeat.
+        """
+        while self._entering:
             if self._batch is not None:
                 self._batch.release()
-            newcomers = self._enter(group)
+            part = self._fitting(self._entering)
+            newcomers = self._build(part)
             if self._batch is None:
                 self._batch = newcomers
             else:
                 self._batch.join(newcomers)
+            self._entering = self._entering[len(part) :]
 
-    def _enter(self, rows: Sequence[DecodingRow]) -> RowBatch:
-        self._entering = rows
-        batch = self._build(rows)
-        self._entering = ()
-        return batch
+    def _fitting(self, rows: Sequence[DecodingRow]) -> Sequence[DecodingRow]:
+        """The first rows whose padded length fits the prefill budget; at least one."""
+        longest = 0
+        for count, row in enumerate(rows):
+            longest = max(longest, len(row))
+            if count and longest * (count + 1) > self._prefill_tokens:
+                return rows[:count]
+        return rows
 
     def _next_group(self, free: int, running: int) -> list[CallRow]:
         """Up to `free` waiting rows whose padded prompts fit the prefill budget; the first always enters."""

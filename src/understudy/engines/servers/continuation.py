@@ -2,7 +2,8 @@
 
     prompt ──ask──> server ──piece──> prompt and piece ──ask──> server ──piece──> …
 
-It ends with the first piece that was not aborted.
+It ends with the first piece that was not aborted. A server looks for stop texts in the tokens that it draws for
+a request, so one that begins in a piece and ends in the next is found here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.base import Detokenize, GenerateRequest, Generation, Sampling
 from understudy.engines.servers.dialects import Dialect, GeneratedPart, Json, PieceRequest
 from understudy.errors import DataError, EngineError
 from understudy.media.for_vllm import other_ids
@@ -61,9 +62,11 @@ class ServerOrder:
 class Continuation:
     """The tokens generated for one request so far."""
 
-    def __init__(self, request: GenerateRequest, shown: Json | None = None) -> None:
-        """`shown`: of a prompt with pictures (`media/for_vllm.py`)."""
-        self.request, self._shown = request, shown or {}
+    def __init__(
+        self, request: GenerateRequest, shown: Json | None = None, detokenize: Detokenize | None = None
+    ) -> None:
+        """`shown`: of a prompt with pictures (`media/for_vllm.py`). `detokenize`: for stop texts across pieces."""
+        self.request, self._shown, self._detokenize = request, shown or {}, detokenize
         self.stop_reason = StopReason.ABORTED
         self._pieces: list[tuple[GeneratedPart, int]] = []
         """Each with the version of the weights that wrote it."""
@@ -80,19 +83,39 @@ class Continuation:
             # The server starts a new random stream for each piece, so each piece needs another seed.
             digest = blake2b(f"{request.seed}/{self.written}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") >> 1
-        drawn = [piece.tokens for piece, _ in self._pieces]
-        tokens = np.concatenate([request.tokens, *drawn])
+        tokens = np.concatenate([request.tokens, self._drawn])
         shown = dict(self._shown)
         if shown:
-            shown["token_ids"] = shown["token_ids"] + [one for ids in drawn for one in ids.tolist()]
+            shown["token_ids"] = shown["token_ids"] + self._drawn.tolist()
         left = request.sampling.max_new_tokens - self.written
         return PieceRequest(request, tokens, left, seed, salt=order.salt, model=order.model, shown=shown)
 
+    @property
+    def _drawn(self) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece, _ in self._pieces)])
+
     def add(self, piece: GeneratedPart, version: int) -> None:
+        piece = self._cut_at_stop_text(piece)
         self._pieces.append((piece, version))
         self.stop_reason = piece.stop_reason
         if piece.stop_reason is StopReason.ABORTED and self.written == self.request.sampling.max_new_tokens:
             self.stop_reason = StopReason.LENGTH
+
+    def _cut_at_stop_text(self, piece: GeneratedPart) -> GeneratedPart:
+        """Ends the piece with the token that completes a stop text which began in an earlier piece."""
+        stops, drawn, new = self.request.sampling.stop_strings, self._drawn, piece.tokens.tolist()
+        if self._detokenize is None or not stops or not len(drawn):
+            return piece
+        # A character is at most four tokens, so this many on either side hold a stop text that lies across.
+        reach = 4 * max(map(len, stops)) + 4
+        before = drawn[-reach:].tolist()
+        for count in range(1, min(reach, len(new)) + 1):
+            text = self._detokenize(before + new[:count])
+            if any(stop in text for stop in stops):
+                ended = count == len(new) and piece.stop_reason is StopReason.EOS
+                reason = StopReason.EOS if ended else StopReason.STOP_STRING
+                return piece.first(count, reason)
+        return piece
 
     def generation(self) -> Generation:
         pieces, wanted = (

@@ -43,6 +43,10 @@ class GeneratedPart:
     read: list[int] | None = None
     """The prompt's ids as the server read them, if it had to expand placeholders of pictures."""
 
+    def first(self, count: int, reason: StopReason) -> GeneratedPart:
+        tokens, logprobs, best = self.tokens[:count], self.logprobs[:count], self.candidates[:count]
+        return replace(self, tokens=tokens, logprobs=logprobs, candidates=best, stop_reason=reason)
+
     @staticmethod
     def nothing() -> GeneratedPart:
         """No token, aborted: the rest has to be asked for."""
@@ -148,6 +152,12 @@ def _no_filters(sampling: Sampling) -> Json:
     }
 
 
+def _read_special_tokens(sampling: Sampling) -> Json:
+    """Makes vLLM look for stop texts in special tokens too, as SGLang always does."""
+    names = ("skip_special_tokens", "spaces_between_special_tokens")
+    return dict.fromkeys(names, False) if sampling.stop_strings else {}
+
+
 def _vllm_body(ask: PieceRequest) -> Json:
     sampling = ask.request.sampling
     params = {
@@ -158,6 +168,7 @@ def _vllm_body(ask: PieceRequest) -> Json:
         "logprobs": sampling.candidates and sampling.candidates + 1,
         "detokenize": bool(sampling.stop_strings),
         "stop": list(sampling.stop_strings),
+        **_read_special_tokens(sampling),
     }
     return {
         "token_ids": ask.tokens.tolist(),
@@ -255,6 +266,7 @@ def _openai_body(ask: PieceRequest) -> Json:
         "return_token_ids": True,
         "stop": list(sampling.stop_strings) or None,
         "include_stop_str_in_output": True,
+        **_read_special_tokens(sampling),
         "cache_salt": ask.salt,
     }
 

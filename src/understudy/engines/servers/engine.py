@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import Detokenize, GenerateRequest, Generation
 from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.engines.servers.continuation import (
     Continuation,
@@ -43,6 +43,9 @@ from understudy.types.trajectory import StopReason
 QUIET_S = 1.0
 """A paused server returns its requests one by one; this long after its last answer we expect no more."""
 
+NOTHING_NEW_S = 0.05
+"""A server that returned no token although nothing changed is asked again after this."""
+
 
 class RemoteEngine:
     """An `Engine` over one or several servers that hold the same weights.
@@ -50,13 +53,15 @@ class RemoteEngine:
     Holds the replicas' load, the gate that is closed while weights change, and the number of requests in
     flight. The trainer calls it on one event loop.
 
-    deadline      of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
-    timeout_s    how long a request is retried before it fails
+    deadline_s    of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
+    timeout_s     how long a request is retried before it fails. A failed attempt counts for a quarter of it at
+                  most, however long it generated; waits for a server that is being restarted do not count
     snapshots     folder for weights that servers read; in memory (/dev/shm) by default
     address       this machine's address as seen from remote servers, for broadcasts of weights
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
                   and the batch changes the last bits all the same
     pictures      the student's way of reading pictures; None: prompts with pictures are refused
+    detokenize    the student's, to find stop texts that lie across a change of weights; None: they are missed
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class RemoteEngine:
         version: int = -1,
         address: str = "127.0.0.1",
         pictures: PictureReader | None = None,
+        detokenize: Detokenize | None = None,
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
         self._pictures = pictures if dialect.forget_pictures is not None else None
@@ -88,7 +94,7 @@ class RemoteEngine:
             deadline_per_token_s,
             timeout_s,
         )
-        self._version, self._seeded = version, seeded
+        self._version, self._seeded, self._detokenize = version, seeded, detokenize
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self._idle = asyncio.Event()
@@ -141,11 +147,15 @@ class RemoteEngine:
             shown = await asyncio.to_thread(
                 vllm_parts, self._pictures, request.key, request.tokens, request.media
             )
-        writing = Continuation(request, shown)
+        writing = Continuation(request, shown, self._detokenize)
         while await self._gate_opens(aborts):
+            before, version = writing.written, self._version
             await self._piece_unless_aborted(writing)
             if writing.stop_reason is not StopReason.ABORTED:
                 break
+            changed = self._version != version or self._aborts != aborts or not self._open.is_set()
+            if writing.written == before and not changed:
+                await asyncio.sleep(NOTHING_NEW_S)  # a paused server answers at once
         return writing.generation()
 
     async def _gate_opens(self, aborts: int) -> bool:
@@ -185,16 +195,16 @@ class RemoteEngine:
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left
-        deadline = time.monotonic() + self._timeout_s
-        problem = "all of them are resting after failures"
+        retried, problem = 0.0, "all of them are resting after failures"
         # Weights may change between two attempts: then return, and `_generate` asks under the new ones.
-        while time.monotonic() < deadline:
+        while retried < self._timeout_s:
             if not self._open.is_set() or self._version != version or self._closed:
                 return
-            replica = self._replicas.pick(request.session, size)
+            replica, began = self._replicas.pick(request.session, size), time.monotonic()
             if replica is None:
-                self._check_any_left()
+                counts = not self._restarting()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
+                retried += counts * (time.monotonic() - began)
                 continue
             try:
                 order = self._order(replica, left)
@@ -208,6 +218,8 @@ class RemoteEngine:
                 problem = str(error)
                 self._replicas.failed(replica, size, problem)
                 await asyncio.sleep(0.05)
+                # A server may die late in a long generation: then another one is still asked.
+                retried += min(time.monotonic() - began, self._timeout_s / 4)
                 continue
             except BaseException:
                 self._replicas.withdrawn(replica, size)
@@ -215,7 +227,7 @@ class RemoteEngine:
             self._replicas.succeeded(replica, size)
             return
         raise EngineError(
-            f"no server generated {request.key} within {self._timeout_s:g} s; the last problem: {problem}"
+            f"no server generated {request.key} within {self._timeout_s:g} s of retries; the last problem: {problem}"
         )
 
     async def _fetch(self, replica: EngineReplica, order: ServerOrder, ask: PieceRequest) -> GeneratedPart:
@@ -268,20 +280,25 @@ class RemoteEngine:
             was_idle = self._in_flight == 0
             await self._stop_all(tell=not was_idle)
             try:
-                await self._delivery.bring(self._replicas.present, version, list(tensors))
+                present = self._replicas.present
+                absent = [one for one in self._replicas.all if one not in present]
+                await self._delivery.bring(present, version, list(tensors), absent)
                 self._version = version
             finally:
                 if was_open:
                     await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
-        """After a restart of a server: gives it the newest weights before it gets any request."""
+        """After a restart of a server, or when it answers again: gives it the newest weights before any request."""
         replica = self._replica(name)
         old, self._clients[name] = self._clients[name], self._client(name, endpoint)
         replica.endpoint = endpoint
         await old.close()
         async with self._changing:
             await self._delivery.catch_up(replica)
+            if self._open.is_set() and self._dialect.resume is not None:
+                # It may have been lost between a pause and the order to go on, and still be paused.
+                await self._post(replica, *self._dialect.resume)
             self._replicas.back(replica)
 
     def _replica(self, name: str) -> EngineReplica:
@@ -363,8 +380,10 @@ class RemoteEngine:
         """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
         return False
 
-    def _check_any_left(self) -> None:
-        """Raises if no server will ever serve again; only subclasses that own their servers can know."""
+    def _restarting(self) -> bool:
+        """Whether a server is being restarted; raises if none will ever serve again. Only subclasses that own
+        their servers can know."""
+        return False
 
     async def close(self) -> None:
         if self._closed:

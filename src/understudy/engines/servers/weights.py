@@ -6,7 +6,7 @@
     a remote vLLM that we started    broadcast, as for engine processes (`hosted/weights.py`), to its proxy
                                      (`vllm_proxy.py`), which writes a snapshot on its own machine
 
-The newest snapshot is kept, because a restarted server needs it.
+The newest weights are kept for servers that are being restarted, even if none was there to take them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +31,7 @@ from understudy.observability.owned_folder import OwnedFolder
 from understudy.weights.snapshots import Snapshots
 
 Post = Callable[[EngineReplica, str, Json], Awaitable[Json]]
+Given = TypeVar("Given")
 
 
 class ServerWeights:
@@ -64,40 +66,67 @@ class ServerWeights:
         self._channels: dict[str, HostChannel] = {}
         """Connections to the proxies of remote servers, by replica name."""
         self._sent: int | None = None
-        """The version last broadcast."""
+        """The version last broadcast, or kept for a broadcast."""
+        self._published: int | None = None
+        """The version of the last publish that succeeded; None: servers have the weights of their folder."""
 
     async def bring(
-        self, replicas: Sequence[EngineReplica], version: int, tensors: Sequence[tuple[str, Tensor]]
+        self,
+        replicas: Sequence[EngineReplica],
+        version: int,
+        tensors: Sequence[tuple[str, Tensor]],
+        absent: Sequence[EngineReplica] = (),
     ) -> None:
-        """Sends new weights to these servers, to each the fastest way it supports. No tensors: a no-op."""
+        """Sends new weights to these servers, to each the fastest way it supports. No tensors: a no-op.
+
+        `absent`: servers that are being restarted; the weights are kept for `catch_up`.
+        """
         if not tensors:
             return
         remote = [one for one in replicas if not one.endpoint.shares_memory]
-        replicas = [one for one in replicas if one.endpoint.shares_memory]
-        if remote:
+        here = [one for one in replicas if one.endpoint.shares_memory]
+        if remote or not all(one.endpoint.shares_memory for one in absent):
             await self._send(remote, version, tensors)
-        if replicas and self._handover is not None:
-            taken = await asyncio.gather(*(self._hand_over(one, version, tensors) for one in replicas))
-            replicas = [one for one, done in zip(replicas, taken, strict=True) if not done]
+        if here or any(one.endpoint.shares_memory for one in absent):
+            await self._bring_here(here, version, tensors)
+        self._published = version
+
+    async def _bring_here(
+        self, replicas: Sequence[EngineReplica], version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Sends new weights to servers on this machine; with none, only keeps them."""
+        if self._handover is not None:
+            handing = (self._unless_gone(one, self._hand_over(one, version, tensors)) for one in replicas)
+            taken = await asyncio.gather(*handing)
+            replicas = [one for one, done in zip(replicas, taken, strict=True) if done is False]
             self._live, self._newest = (tensors, version), None
-        if replicas:
-            snapshot = await asyncio.to_thread(self._write, version, tensors)
-            self._newest = (snapshot, version)
-            await asyncio.gather(*(self._load_if_there(one, snapshot, version) for one in replicas))
+            if not replicas:
+                return
+        snapshot = await self._snapshot(version, tensors)
+        await asyncio.gather(
+            *(self._unless_gone(one, self._load(one, snapshot, version)) for one in replicas)
+        )
 
     async def catch_up(self, replica: EngineReplica) -> None:
-        """Sends the newest weights to a restarted server."""
-        replica.label = ""
+        """Sends the newest weights to a restarted server; raises if they are not those last published."""
+        replica.label, version = "", None
         if not replica.endpoint.shares_memory:
-            await self._send_again(replica)
-            return
-        if self._handover is not None:
-            self._handover.forget(replica.name)
-        if self._newest is not None:
-            await self._load(replica, *self._newest)
-        elif self._live is not None:
-            tensors, version = self._live
-            await self.bring([replica], version, tensors)
+            version = await self._send_again(replica)
+        else:
+            if self._handover is not None:
+                self._handover.forget(replica.name)
+            if self._newest is not None:
+                await self._load(replica, *self._newest)
+                version = self._newest[1]
+            elif self._live is not None:
+                tensors, version = self._live
+                if not await self._hand_over(replica, version, tensors):
+                    await self._load(replica, await self._snapshot(version, tensors), version)
+        if version != self._published:
+            raise EngineError(
+                f"{replica.name} is back and was given weights of version {version}; expected {self._published}, "
+                "the last that was published. It gets no requests; a restart after the next publish mends it"
+            )
 
     async def _send(
         self, replicas: Sequence[EngineReplica], version: int, tensors: Sequence[tuple[str, Tensor]]
@@ -106,8 +135,8 @@ class ServerWeights:
         if self._broadcast is None:
             self._broadcast = Broadcast(Snapshots(0), self._address)
         channels = {self._channel(one): one for one in replicas}
-        lost = await self._broadcast.publish(version, tensors, list(channels))
-        self._sent = version
+        self._sent = version  # before the publish: one that fails may have packed these weights
+        lost = await self._broadcast.publish(version, tensors, list(channels), pack=True)
         for channel, problem in lost.items():
             if not self._give_up(channels[channel]):
                 raise UnreachableError(str(problem)) from problem
@@ -115,14 +144,15 @@ class ServerWeights:
             *(self._renew(one, version) for channel, one in channels.items() if channel not in lost)
         )
 
-    async def _send_again(self, replica: EngineReplica) -> None:
-        """Sends the newest weights to a restarted remote server."""
+    async def _send_again(self, replica: EngineReplica) -> int | None:
+        """Sends the newest weights to a restarted remote server; returns their version."""
         old = self._channels.pop(replica.name, None)
         if old is not None:
             await old.close()
         if self._broadcast is not None and self._sent is not None:
             await self._broadcast.give(self._sent, self._channel(replica))
             await self._renew(replica, self._sent)
+        return self._sent
 
     def _channel(self, replica: EngineReplica) -> HostChannel:
         if replica.name not in self._channels:
@@ -132,33 +162,35 @@ class ServerWeights:
     async def _hand_over(
         self, replica: EngineReplica, version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> bool:
-        """Tries the device copy. False if the server needs a snapshot; True if it is done or given up."""
+        """Tries the device copy; False if the server needs a snapshot."""
         assert self._handover is not None
 
         async def call(method: str, arguments: list[str]) -> Json:
             return await self._post(replica, "/collective_rpc", {"method": method, "args": arguments})
 
-        try:
-            if not await self._handover.attach(replica.name, call, tensors):
-                return False
-            # Concurrently: generation is stopped, so the order on the server does not matter.
-            copied = self._handover.copy(replica.name, call, version)
-            for outcome in await asyncio.gather(
-                copied, self._renew(replica, version), return_exceptions=True
-            ):
-                if outcome is not None:
-                    raise outcome
-        except UnreachableError:
-            if not self._give_up(replica):
-                raise
+        if not await self._handover.attach(replica.name, call, tensors):
+            return False
+        # Concurrently: generation is stopped, so the order on the server does not matter.
+        copied = self._handover.copy(replica.name, call, version)
+        for outcome in await asyncio.gather(copied, self._renew(replica, version), return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         return True
 
-    async def _load_if_there(self, replica: EngineReplica, snapshot: Path, version: int) -> None:
+    async def _unless_gone(self, replica: EngineReplica, giving: Awaitable[Given]) -> Given | None:
+        """None if the server cannot be reached and will be restarted."""
         try:
-            await self._load(replica, snapshot, version)
+            return await giving
         except UnreachableError:
             if not self._give_up(replica):
                 raise
+            return None
+
+    async def _snapshot(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> Path:
+        """Writes the snapshot and keeps it as the newest."""
+        snapshot = await asyncio.to_thread(self._write, version, tensors)
+        self._newest = (snapshot, version)
+        return snapshot
 
     def _write(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> Path:
         if self._dialect.load is None:

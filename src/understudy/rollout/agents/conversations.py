@@ -3,7 +3,8 @@
 Such an agent sends the whole conversation each time. If it extends a known conversation, that conversation is
 continued by token: the model's tokens stay as the engine produced them, and only the new messages are rendered.
 Anything else (another system prompt, a cut or edited history, a sub-agent) starts a new conversation and a new
-trajectory.
+trajectory. Tool calls have ids that are unique in the session, so two answers that differ in their calls alone are
+told apart.
 
     [user a]                         ─> conversation 0: answer b
     [user a, assistant b, user c]    ─> conversation 0 continues: answer d
@@ -12,7 +13,8 @@ trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 
 from understudy.errors import DataError
 from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.toolcalls import Parse, ToolCall, said_beside
 from understudy.rollout.agents.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
@@ -37,6 +40,10 @@ class Answer:
 
     text: str
     """Without special tokens; tool calls are included as the model wrote them."""
+    content: str
+    """The text beside the tool calls, if these are parsed."""
+    tool_calls: tuple[Message, ...]
+    """The calls that could be parsed, in OpenAI's format."""
     stop_reason: StopReason
     prompt_tokens: int
     new_tokens: int
@@ -59,6 +66,8 @@ class Conversations:
     context: LoopContext
     _all: list[_Conversation] = field(default_factory=list)
     _turns: int = 0
+    _call_ids: set[str] = field(default_factory=set)
+    """Of all tool calls so far."""
 
     async def answer(
         self,
@@ -66,11 +75,11 @@ class Conversations:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_new_tokens: int | None = None,
-        shown: Callable[[str], str] = str,
+        parse: Parse | None = None,
     ) -> Answer:
         """Generates the student's next turn after `messages`; raises `NoRoom` if no token fits.
 
-        `shown` maps the text to the content with which the agent will send it back, where the two differ.
+        `parse`: for an agent that gets tool calls apart from the text, and sends them back so.
         """
         conversation, new = self._continued(messages) or self._begun(messages, tools)
         transcript = conversation.transcript
@@ -91,8 +100,14 @@ class Conversations:
         transcript.write(generation)
         text = self.context.renderer.decode(generation.tokens)
         conversation.ended = generation.stop_reason is StopReason.EOS
-        conversation.said = [*messages, {"role": "assistant", "content": shown(text)}]
-        return Answer(text, generation.stop_reason, before, len(generation.tokens))
+        calls = parse(text) if parse is not None else []
+        content = said_beside(text, calls) if parse is not None else text
+        good = [call for call in calls if isinstance(call, ToolCall)]
+        told = tuple(_told(f"call-{turn}-{index}", call) for index, call in enumerate(good))
+        self._call_ids.update(one["id"] for one in told)
+        said = {"role": "assistant", "content": content}
+        conversation.said = [*messages, said if parse is None else {**said, "tool_calls": told}]
+        return Answer(text, content, told, generation.stop_reason, before, len(generation.tokens))
 
     def finish(
         self, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
@@ -114,7 +129,7 @@ class Conversations:
             if (
                 news
                 and all(message["role"] != "assistant" for message in news)
-                and all(map(_same, conversation.said, messages[:known]))
+                and all(map(self._same, conversation.said, messages[:known]))
             ):
                 new = self.context.renderer.after_turn(self.prompt.key, news, ended=conversation.ended)
                 return conversation, new
@@ -129,8 +144,32 @@ class Conversations:
         self._all.append(conversation)
         return conversation, tokens[:0]
 
+    def _same(self, known: Message, sent: Message) -> bool:
+        """Whether a message came back unchanged, apart from surrounding white space, which many agents strip."""
+        texts = [message.get("content") or "" for message in (known, sent)]
+        if known["role"] != sent["role"] or texts[0].strip() != texts[1].strip():
+            return False
+        ours, theirs = known.get("tool_calls"), sent.get("tool_calls")
+        if ours is None or not theirs:  # some agents parse the calls themselves, or do not send them back
+            return True
+        return len(ours) == len(theirs) and all(map(self._same_call, ours, theirs))
 
-def _same(known: Message, sent: Message) -> bool:
-    """Whether a message came back unchanged, apart from surrounding white space, which many agents strip."""
-    texts = [message.get("content") or "" for message in (known, sent)]
-    return bool(known["role"] == sent["role"] and texts[0].strip() == texts[1].strip())
+    def _same_call(self, known: Message, sent: Message) -> bool:
+        """By our id; if the agent made one of its own, or none, by the function and its arguments."""
+        if sent.get("id") in self._call_ids:
+            return bool(known.get("id") == sent["id"])
+        return _function(known) == _function(sent)
+
+
+def _told(name: str, call: ToolCall) -> Message:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": name, "type": "function", "function": function}
+
+
+def _function(call: Message) -> tuple[Any, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    try:
+        return function.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return function.get("name"), arguments

@@ -25,7 +25,7 @@ from typing import Any
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.conversations import Answer, Conversations, NoRoom
-from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parser_of, said_beside
+from understudy.rollout.agents.toolcalls import parser_of
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -134,12 +134,7 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
         ) -> Answer:
             most = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
             try:
-                return await conversations.answer(
-                    prompt,
-                    tools=tools,
-                    max_new_tokens=most,
-                    shown=lambda text: said_beside(text, parse(text)),
-                )
+                return await conversations.answer(prompt, tools=tools, max_new_tokens=most, parse=parse)
             except NoRoom as error:
                 raise errors.OverlongPromptError(str(error)) from error
             except Exception as error:
@@ -150,7 +145,7 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
             """Never raises: the environment evaluates the answer."""
 
         async def from_native_response(self, response: Answer) -> Any:
-            return _response(response, parse(response.text))
+            return _response(response)
 
         async def close(self) -> None:
             """Nothing to close: the run owns the engine."""
@@ -158,16 +153,12 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
     return StudentClient()
 
 
-def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
+def _response(answer: Answer) -> Any:
     types: Any = _part("types")
-    good = [call for call in calls if isinstance(call, ToolCall)]
-    tool_calls = [
-        types.ToolCall(id=f"call-{index}", name=call.name, arguments=json.dumps(call.arguments))
-        for index, call in enumerate(good)
-    ]
+    tool_calls = [types.ToolCall(id=call["id"], **call["function"]) for call in answer.tool_calls]
     cut = answer.stop_reason in (StopReason.LENGTH, StopReason.ABORTED)
     message = types.ResponseMessage(
-        content=said_beside(answer.text, calls),
+        content=answer.content,
         tool_calls=tool_calls or None,
         finish_reason="length" if cut else "tool_calls" if tool_calls else "stop",
         is_truncated=cut,

@@ -33,7 +33,7 @@ from aiohttp import web
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.conversations import Conversations, NoRoom
-from understudy.rollout.agents.toolcalls import ToolCall, parser_of, said_beside
+from understudy.rollout.agents.toolcalls import parser_of
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -189,7 +189,7 @@ class VerifiersV1Loop:
                 [_plain(message) for message in body["messages"]],
                 tools=body.get("tools") or None,
                 max_new_tokens=most,
-                shown=lambda text: said_beside(text, self._parse(text)),
+                parse=self._parse,
             )
         except NoRoom as error:
             session.full = True
@@ -197,21 +197,11 @@ class VerifiersV1Loop:
         except Exception as error:
             session.failure = session.failure or error
             return _refused(str(error))
-        calls = self._parse(answer.text)
-        good = [call for call in calls if isinstance(call, ToolCall)]
-        message: dict[str, Any] = {"role": "assistant", "content": said_beside(answer.text, calls)}
-        if good:
-            message["tool_calls"] = [
-                {
-                    "index": index,
-                    "id": f"call-{index}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for index, call in enumerate(good)
-            ]
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.tool_calls:
+            message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.tool_calls)]
         cut = answer.stop_reason in (StopReason.LENGTH, StopReason.ABORTED)
-        finish = "length" if cut else "tool_calls" if good else "stop"
+        finish = "length" if cut else "tool_calls" if answer.tool_calls else "stop"
         usage = {
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": answer.new_tokens,

@@ -71,6 +71,8 @@ class Evaluator:
     deadline_seconds: float
     """For an agent loop without its waits for the engine, and again for the reward."""
     seed: int = 0
+    max_generated: int | None = None
+    """Tokens the student may write in all turns of one answer (`rollout.max_trajectory_tokens`)."""
     failures: list[FailedAnswer] = field(default_factory=list)
     """The failures of all answers so far, in order of problem and session. Their trajectories have no
     reward."""
@@ -122,6 +124,7 @@ class Evaluator:
                 prompt.key,
                 session,
                 self.context,
+                self.max_generated,
                 media=usable_hashes(prompt.messages),
             )
             async with cohort.member():

@@ -1,6 +1,7 @@
 """Agents that know messages only: by token where they go on, a trajectory of its own where they do not."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 from chat_tokenizers import FAMILIES, chat_tokenizer
 from recording_engine import attempt
 
-from understudy.engines.base import Sampling
+from understudy.engines.base import Generation, Sampling
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.conversations import Conversations, NoRoom
+from understudy.rollout.agents.toolcalls import parse_hermes
 from understudy.types.prompt import Prompt
-from understudy.types.trajectory import Trajectory
+from understudy.types.trajectory import StopReason, Trajectory
 
 USER = {"role": "user", "content": "What is 12 * 3?"}
 PROMPT = Prompt("00000-0000000", 0, 0, "", messages=(USER,))
@@ -86,6 +88,56 @@ def test_two_conversations_side_by_side_do_not_mix() -> None:
     texts = [chat_tokenizer("chatml").decode(one.tokens) for one in trajectories]
     assert ["12 * 3" in text for text in texts] == [True, False]
     assert [one.turns for one in trajectories] == [2, 2]
+
+
+class Spelling:
+    """A renderer whose tokens are characters."""
+
+    context, pictures = 999, None
+
+    def render(self, prompt: Prompt, tools: Any = None) -> np.ndarray:
+        return self._ids("".join(one["content"] for one in prompt.messages or ()))
+
+    def after_turn(self, key: str, news: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
+        return self._ids("".join(f"<{one['content']}>" for one in news))
+
+    def decode(self, ids: np.ndarray) -> str:
+        return "".join(map(chr, ids))
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) for letter in text], np.int32)
+
+
+def calling(name: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"n": 1}}}}</tool_call>'
+
+
+def branched(renamed: bool) -> list[str]:
+    """Two sub-agents with one prompt that call different tools; the first goes on. What the trajectories hold."""
+    spelling, told = Spelling(), iter([calling("X"), calling("Y"), "done"])
+
+    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        ids = spelling._ids(next(told))
+        return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), StopReason.EOS)
+
+    async def body() -> list[str]:
+        context: Any = LoopContext(generate, spelling, Sampling(50), "p", 0, 999)  # type: ignore[arg-type]
+        conversations, user = Conversations(PROMPT, context), {"role": "user", "content": "q"}
+        answers = [await conversations.answer([user], parse=parse_hermes) for _ in "XY"]
+        assert [one.tool_calls[0]["id"] for one in answers] == ["call-0-0", "call-1-0"]
+        call = answers[0].tool_calls[0]
+        if renamed:  # an agent that names calls itself, and writes arguments its own way
+            call = {"id": "0", "function": {"name": "X", "arguments": '{"n":1}'}}
+        back = {"role": "assistant", "content": "", "tool_calls": [call]}
+        await conversations.answer([user, back, {"role": "tool", "content": "result of X"}])
+        return [spelling.decode(one.tokens) for one in conversations.finish()]
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_answers_that_differ_in_their_tool_calls_alone_are_told_apart(renamed: bool) -> None:
+    assert branched(renamed) == [f"q{calling('X')}<result of X>done", f"q{calling('Y')}"]
 
 
 def test_a_full_context_is_said_and_what_was_written_is_kept() -> None:
