@@ -107,8 +107,9 @@ class Evaluator:
                 own = context.pictures_in(key, tokens, media)
                 request = GenerateRequest(key, tokens, sampling, seed, media=own)
                 try:
-                    with PausedClock(clock):
-                        result: Generation = await cohort.call(queue, key, request)
+                    async with turns:
+                        with PausedClock(clock):
+                            result: Generation = await cohort.call(queue, key, request)
                 except Exception as error:
                     if not isinstance(error, UnderstudyError):
                         broken.append(error)
@@ -125,7 +126,7 @@ class Evaluator:
                 media=usable_hashes(prompt.messages),
             )
             async with cohort.member():
-                written, limit = None, self.deadline_seconds
+                written, limit, turns = None, self.deadline_seconds, cohort.one_at_a_time()
                 clock, what = asyncio.timeout(limit), "agent loop"
                 try:
                     async with clock:
