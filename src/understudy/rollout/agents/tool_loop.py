@@ -25,6 +25,7 @@ from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.tools.base import Tool, ToolOutcome, ToolResult
 from understudy.rollout.tools.library import build_tool
 from understudy.rollout.tools.sandbox import Isolation, Sandbox
+from understudy.rollout.user_code import awaited
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import FEEDBACK, StopReason, Trajectory
 
@@ -134,7 +135,7 @@ class ToolLoop:
             if call.name not in tools:
                 known = ", ".join(tools)
                 return ToolResult(ToolOutcome.ERROR, f"there is no tool {call.name!r}; there is {known}")
-            return await tools[call.name].call(call.arguments, deadline_s=self._tool_deadline_s)
+            return await awaited(tools[call.name].call(call.arguments, deadline_s=self._tool_deadline_s))
 
         tasks = [asyncio.ensure_future(run(i, call)) for i, call in enumerate(calls)]
         try:

@@ -22,6 +22,7 @@ from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
+from understudy.rollout.user_code import awaited
 from understudy.trainers.call_batching import BatchByKey, CallQueue
 from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, reason_of, timed
 from understudy.trainers.row_columns import finite
@@ -130,7 +131,7 @@ class Evaluator:
                 clock, what = asyncio.timeout(limit), "agent loop"
                 try:
                     async with clock:
-                        outputs = await self.loops.of(prompt).run(prompt, context)
+                        outputs = await awaited(self.loops.of(prompt).run(prompt, context))
                     last = checked_outputs(outputs, context)[-1]
                     if isinstance(last, LostOutput):
                         raise DataError(last.reason)

@@ -25,6 +25,7 @@ from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
+from understudy.rollout.user_code import awaited
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
 from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, ORIGIN, PARTITION, rollout_columns, storable
@@ -113,7 +114,7 @@ class LocalRollouts:
             async with clock:
                 with self.spans.span("rollout", key=session.key):
                     loop = GivenAnswer() if context.given else self.loops.of(session.prompt)
-                    outputs = checked_outputs(await loop.run(session.prompt, context), context)
+                    outputs = checked_outputs(await awaited(loop.run(session.prompt, context)), context)
                 due = clock.when()
         except Exception as error:
             raise timed(error, clock, f"agent loop timed out: {session.key}", session.limit) from error

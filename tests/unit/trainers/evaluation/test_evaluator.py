@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from chat_tokenizers import chat_tokenizer
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
@@ -44,7 +45,9 @@ class TwoDrafts:
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         start = context.renderer.render(prompt)
-        drafts = await asyncio.gather(*(context.generate(start, context.sampling, turn) for turn in range(2)))
+        drafts = await asyncio.gather(
+            *(context.generate(start, context.sampling, turn) for turn in range(2))
+        )
         outputs = []
         for index, draft in enumerate(drafts):
             transcript = Transcript(start)
@@ -53,11 +56,37 @@ class TwoDrafts:
         return outputs
 
 
+class Leaking(TwoDrafts):
+    """Awaits a task of its own that was cancelled, on one problem."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal == 1:
+            task = asyncio.ensure_future(asyncio.sleep(9))
+            task.cancel()
+            await task
+        return (await super().run(prompt, context))[:1]
+
+
+class Exiting(TwoDrafts):
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal == 1:
+            raise SystemExit(0)
+        return (await super().run(prompt, context))[:1]
+
+
 def evaluated(loops: Any) -> tuple[Evaluator, Engine]:
     engine, sampling = Engine(), Sampling(max_new_tokens=8, stop_ids=(TOKENIZER.eos_token_id,))
     evaluator = Evaluator(engine, loops, Rewards([], RENDERER), RENDERER, sampling, 1024, 64, 5.0)  # type: ignore[arg-type]
     assert len(asyncio.run(asyncio.wait_for(evaluator.greedy(PROBLEMS), 20))) == len(PROBLEMS)
     return evaluator, engine
+
+
+@pytest.mark.parametrize(("loops", "name"), [(Leaking(), "CancelledError"), (Exiting(), "SystemExit")])
+def test_what_would_end_the_evaluation_is_the_problem_s_own_fault(loops: Any, name: str) -> None:
+    evaluator, _ = evaluated(loops)
+    assert [(one.prompt.ordinal, one.reason) for one in evaluator.failures] == [
+        (1, f"RuntimeError: {name}" + ": 0" * (name == "SystemExit"))
+    ]
 
 
 def test_a_loop_that_asks_for_two_generations_at_once_gets_them_one_after_another() -> None:
