@@ -123,6 +123,8 @@ class Rewards:
             else:
                 # On a thread: a slow reward must not block other rollouts.
                 result = await awaited(asyncio.get_running_loop().run_in_executor(self._threads, call))
+            if inspect.isawaitable(result):  # of a plain function that wraps an async one
+                result = await awaited(result)
         except Exception as error:
             if NO_THREAD in str(error):
                 raise ClusterError(

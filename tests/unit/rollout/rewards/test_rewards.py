@@ -93,6 +93,10 @@ def test_a_reward_that_raises_names_itself_and_the_row() -> None:
         reward_of(Reward("broken", lambda row, text: 1 / 0))
 
 
+def test_a_plain_function_may_wrap_an_async_one() -> None:
+    assert reward_of(Reward("wrapped", lambda row, text: slowly(row, text))).reward == 0.5
+
+
 def exits(row: Mapping[str, Any], text: str) -> float:
     exec("import sys; sys.exit()", {})
     return 1.0
