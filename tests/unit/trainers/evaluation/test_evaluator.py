@@ -45,9 +45,7 @@ class TwoDrafts:
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         start = context.renderer.render(prompt)
-        drafts = await asyncio.gather(
-            *(context.generate(start, context.sampling, turn) for turn in range(2))
-        )
+        drafts = await asyncio.gather(*(context.generate(start, context.sampling, turn) for turn in range(2)))
         outputs = []
         for index, draft in enumerate(drafts):
             transcript = Transcript(start)
