@@ -17,7 +17,7 @@ import numpy as np
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
 from understudy.errors import DataError, UnderstudyError
 from understudy.media.pictures import usable_hashes
-from understudy.rollout.agents.agent import LoopContext, LostOutput, checked_outputs
+from understudy.rollout.agents.agent import LoopContext, LostOutput, check_kinds, checked_outputs
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
@@ -135,6 +135,7 @@ class Evaluator:
                     last = checked_outputs(outputs, context)[-1]
                     if isinstance(last, LostOutput):
                         raise DataError(last.reason)
+                    check_kinds(last)
                     written = last
                     clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
                     async with clock:

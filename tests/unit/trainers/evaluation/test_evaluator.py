@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,12 @@ class Exiting(TwoDrafts):
         return (await super().run(prompt, context))[:1]
 
 
+class Careless(TwoDrafts):
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        (one, _) = await super().run(prompt, context)
+        return [replace(one, stop_reason="stop")] if prompt.ordinal == 1 else [one]  # type: ignore[arg-type]
+
+
 def evaluated(loops: Any) -> tuple[Evaluator, Engine]:
     engine, sampling = Engine(), Sampling(max_new_tokens=8, stop_ids=(TOKENIZER.eos_token_id,))
     evaluator = Evaluator(engine, loops, Rewards([], RENDERER), RENDERER, sampling, 1024, 64, 5.0)  # type: ignore[arg-type]
@@ -91,3 +98,9 @@ def test_a_loop_that_asks_for_two_generations_at_once_gets_them_one_after_anothe
     evaluator, engine = evaluated(TwoDrafts())
     assert not evaluator.failures
     assert engine.batches == [[f"{one.key}/0/{turn}" for one in PROBLEMS] for turn in range(2)]
+
+
+def test_an_unknown_stop_reason_is_the_problem_s_own_fault() -> None:
+    evaluator, _ = evaluated(Careless())
+    (failed,) = evaluator.failures
+    assert failed.prompt.ordinal == 1 and "stop_reason = 'stop'; expected one of 'eos'" in failed.reason
