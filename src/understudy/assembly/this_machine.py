@@ -7,7 +7,7 @@ import torch
 from understudy.cluster.devices import visible_gpus
 from understudy.config import parse_recipe
 from understudy.config.recipe import stored
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir
 from understudy.planning.resolved import Resolved, resolve
 
 
@@ -21,4 +21,6 @@ def gpu_names() -> list[str]:
 def settings_of_run(run: RunDir) -> Resolved:
     """What the recipe in a run directory implies, for a process that has the directory only: a rank, the
     critic's process, a replay."""
-    return resolve(parse_recipe(stored(read_json(run.recipe))), len(gpu_names()))
+    table = run.tables()
+    run.check_restored(table, "student", "critic", "reference", "loss", "trainer")
+    return resolve(parse_recipe(stored(table)), len(gpu_names()))

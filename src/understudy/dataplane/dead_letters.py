@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.observability.faults import point
+from understudy.observability.redact import redact, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,9 @@ GROUP_LOST = "its group lost"
 
 
 def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
-    """The text the ledger stores. Evidence is only displayed, so values that JSON lacks are written as their
-    repr."""
-    return json.dumps({"reason": reason, "evidence": dict(evidence or {})}, default=repr)
+    """The text the ledger stores, with secrets hidden: errors of user code quote URLs. Evidence is only displayed, so
+    values that JSON lacks are written as their repr."""
+    return json.dumps({"reason": redact_text(reason), "evidence": redact(dict(evidence or {}))}, default=repr)
 
 
 def kind_of_reason(told: str) -> str:

@@ -1,7 +1,8 @@
 """The run directory: the only interface between a run and the tools that read it.
 
 RUN/
-  recipe.json        the resolved recipe, secrets redacted
+  recipe.json        the resolved recipe, what looks like a secret redacted
+  redacted.json      what recipe.json hides, if anything; for a resume, and readable by its owner alone
   state.json         status of the run: running, finished, stopped, failed, and why
   metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
   waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
@@ -34,13 +35,16 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from understudy.errors import CheckpointError, DataError, RunDirectoryError
+from understudy.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from understudy.observability.forks import only_here
+from understudy.observability.redact import HIDDEN, hidden_values, redact, restore
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
@@ -87,13 +91,13 @@ class RunDir:
 
     def _is_left_from_a_start(self) -> bool:
         """Whether the folder holds only what is made before recipe.json. A launch that is just there holds the lock."""
-        made = {"logs", "checkpoints", "lock"}
+        made = {"logs", "checkpoints", "lock", self.redacted.name}
         others = {one.name for one in self.path.iterdir()} - made
         return (
             self.logs.is_dir()
             and self.checkpoints.is_dir()
             and not any(self.checkpoints.iterdir())
-            and all(name.startswith(f".{self.recipe.name}.") for name in others)
+            and all(name.startswith((f".{self.recipe.name}.", f".{self.redacted.name}.")) for name in others)
         )
 
     @staticmethod
@@ -115,10 +119,40 @@ class RunDir:
             )
         return run
 
+    def write_recipe(self, table: Mapping[str, Any]) -> None:
+        """What recipe.json hides is written first: with recipe.json there is a run that can be resumed."""
+        hidden = hidden_values(table)
+        if hidden or self.redacted.exists():
+            write_atomically(self.redacted, json.dumps(hidden, indent=1) + "\n", mode=0o600)
+        write_atomically(self.recipe, json.dumps(redact(table), indent=1) + "\n")
+
+    def tables(self) -> dict[str, Any]:
+        """The tables of recipe.json, with what it hides."""
+        table: dict[str, Any] = read_json(self.recipe)
+        restore(table, self._hidden())
+        return table
+
+    def _hidden(self) -> list[dict[str, Any]]:
+        return read_json(self.redacted) if self.redacted.exists() else []
+
+    def check_restored(self, table: Mapping[str, Any], *sections: str) -> None:
+        """`ConfigError` if these sections of `tables()`, or all of them, have hidden values that redacted.json lacks."""
+        known = [one["value"] for one in self._hidden()]
+        part = {name: table.get(name) for name in sections} if sections else table
+        lost = [one for one in hidden_values(part) if HIDDEN in one["value"] and one["value"] not in known]
+        if lost:
+            raise ConfigError(
+                [
+                    f"{'.'.join(map(str, one['place']))} = {one['value']!r}: recipe.json hides this value, and {self.redacted} does not "
+                    f"have it; put that file back, or write the value into {self.recipe}"
+                    for one in lost
+                ]
+            )
+
     def read_recipe(self) -> dict[str, Any]:
         """The tables of recipe.json, with paths for the folder's current location: it may have been moved
         since the run began."""
-        table: dict[str, Any] = read_json(self.recipe)
+        table = self.tables()
         written = Path(table["run"]["dir"] or self.path)  # a recipe.json written by hand may name no folder
         kept, here = f"{RunDir(written).data}{os.sep}", f"{self.data}{os.sep}"
 
@@ -133,6 +167,10 @@ class RunDir:
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.json"
+
+    @property
+    def redacted(self) -> Path:
+        return self.path / "redacted.json"
 
     @property
     def state(self) -> Path:
@@ -286,11 +324,12 @@ def disk_failure(error: BaseException) -> OSError | None:
     return OSError(int(told[1]), os.strerror(int(told[1])))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file: afterwards it has the old content or the new, complete, even after kill -9."""
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replaces a file: afterwards it has the old content or the new, complete, even after kill -9. The umask is taken
+    off `mode`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as handle:
+        with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())

@@ -273,7 +273,6 @@ def prompt_length(
                 f"names the tool {name!r} (`tools`), and the agent loop single_turn has no schema of it for the chat template; give "
                 'the row agent = "tool", or the schema of the tool in place of its name'
             )
-        given = {**special, **recipe.rollout.template_options}
         # As transformers does. `'tool_calls' in message` is true of a null too.
         chat = [{name: one for name, one in message.items() if one is not None} for message in content]
         template = templates.of(with_tools=bool(tools))

@@ -16,7 +16,7 @@ from understudy.config import CriticConfig, Recipe, TrainerConfig, parse_recipe
 from understudy.config.base import flatten
 from understudy.config.recipe import Overrides, apply_overrides, stored
 from understudy.errors import ConfigError
-from understudy.observability.redact import HIDDEN
+from understudy.observability.redact import HIDDEN, redact
 from understudy.observability.report import many
 from understudy.observability.rundir import RunDir
 from understudy.planning.teacher_checks import own_prompts
@@ -149,17 +149,19 @@ class Change:
 
     def __str__(self) -> str:
         if self.before is None:
-            return f"{self.key} = {_shown(self.after)} ({self.reason})"
-        return f"{self.key}: {_shown(self.before)} → {_shown(self.after)} ({self.reason})"
+            return f"{self.key} = {_shown(self.key, self.after)} ({self.reason})"
+        return f"{self.key}: {_shown(self.key, self.before)} → {_shown(self.key, self.after)} ({self.reason})"
 
 
 def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Change]]:
     """The run's recipe with overrides, and the differences. `ConfigError` if one of them may not change."""
     table = stored(run.read_recipe())
     before = parse_recipe(table)
+    if overrides:
+        apply_overrides(table, overrides)
+    run.check_restored(table)
     if not overrides:
         return before, []
-    apply_overrides(table, overrides)
     after = parse_recipe(table)
     changes = compare(before, after)
     if after.trainer.passes is None:
@@ -225,7 +227,7 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
         else:
             why = f"{ONLY_MORE[key]}; it may only be raised, or" if lowered else f"{_refused(key)};"
             problems.append(
-                f"cannot resume with {key} = {_shown(new.get(key))}, the run has {_shown(old.get(key))}: {why} "
+                f"cannot resume with {key} = {_shown(key, new.get(key))}, the run has {_shown(key, old.get(key))}: {why} "
                 "start a new run with `understudy train`"
             )
     if problems:
@@ -255,5 +257,7 @@ def _refused(key: str) -> str:
     return REFUSED[max(fitting, key=len)] if fitting else "it would change what the run means"
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is None else HIDDEN if value == HIDDEN else repr(value)
+def _shown(key: str, value: Any) -> str:
+    name = key.rpartition(".")[2]
+    shown = redact({name: value})[name]
+    return "not set" if value is None else HIDDEN if shown == HIDDEN else repr(shown)

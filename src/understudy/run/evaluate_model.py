@@ -112,7 +112,9 @@ class _Subject:
             look_in([here])
             return cls(model)
         run = RunDir.open(folder)
-        recipe = parse_recipe(stored(run.read_recipe()))
+        table = run.read_recipe()
+        run.check_restored(table, "student", "data", "rollout")
+        recipe = parse_recipe(stored(table))
         student = recipe.student
         check_present(student.model, "student.model", student.revision)
         look_in([*recipe.run.python_path, here])

@@ -164,7 +164,7 @@ async def launch(
     if rows:
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
     recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_notes(recipe, data, told)
-    _write_recipe(recipe, run)
+    run.write_recipe(recipe.model_dump())
     return await _train(recipe, data, run, progress, next_command, callbacks=callbacks)
 
 
@@ -223,10 +223,6 @@ def _with_notes(recipe: Recipe, data: PromptData, told: Sequence[str]) -> Prompt
     return replace(data, notes=[*told, *data.notes, *([note] if note else [])])
 
 
-def _write_recipe(recipe: Recipe, run: RunDir) -> None:
-    write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
-
-
 def _dated(recipe: Recipe) -> Recipe:
     """The recipe with today as the day that chat templates see, so that a resume on another day renders the same
     prompts."""
@@ -257,7 +253,7 @@ async def _train(
     require_extras(recipe)
     lock = run.lock()
     if changes:
-        _write_recipe(recipe, run)
+        run.write_recipe(recipe.model_dump())
         logger.info("resumed with changes: %s", "; ".join(map(str, changes)))
     handler = log_to(run.logs / "trainer.log")
     outcome, detail, steps = "failed", "", 0

@@ -1,12 +1,13 @@
 """Joins concurrent calls of many samples into batches for an engine or a teacher.
 
-Many samples are produced at once, and each makes one call at a time, for a generation or for scores. Engines
+Many samples are produced at once, and each makes calls, for a generation or for scores. Engines
 and teachers are fastest on batches. Calls are joined under one of two rules:
 
 `BatchByKey` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
     living member waits and nothing is in flight, all waiting calls are sorted by key, cut into chunks and
     launched. Which calls wait at that moment depends on what the samples do, not on their speed, so batches
-    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates.
+    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. A member makes
+    one call at a time; an agent loop that asks for several generations at once gets them one after another.
 
 `BatchByArrival` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
     calls back to fill a batch would only add waiting. There is no barrier. Only score calls made within two
@@ -79,6 +80,10 @@ class Gather(Protocol):
     """Joins calls into batches. Used on the event loop by the samples' tasks."""
 
     def member(self) -> AbstractAsyncContextManager[None]: ...
+    def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
+        """Of one member, which enters it around each call that it may make beside others of its own."""
+        ...
+
     async def call(self, queue: CallQueue, key: str, item: Any) -> Any: ...
     def pause(self) -> None:
         """A member begins to wait for another member, so no batch may wait for it."""
@@ -149,6 +154,9 @@ class BatchByKey:
             self._running -= 1
             self._launch_if_all_wait()
 
+    def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
+        return asyncio.Lock()  # serves those that wait in the order in which they came
+
     async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
         if queue.check is not None:
             queue.check(item)
@@ -203,6 +211,9 @@ class BatchByArrival:
         """Calls per lane since the last batch was sent."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def pause(self) -> None: ...

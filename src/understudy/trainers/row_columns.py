@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,7 +107,13 @@ def finite(trajectory: Trajectory) -> Trajectory:
 
 def storable(trajectory: Trajectory) -> Trajectory:
     """The trajectory, or a `DataError` if the data plane could not store its row. The put that it would share
-    with other rows would fail as a whole."""
+    with other rows would fail as a whole. So would the metrics of its step, if one of its metrics were no number."""
+    for name, value in trajectory.metrics.items():
+        if not isinstance(name, str) or not isinstance(value, numbers.Real):
+            raise DataError(
+                f"row {trajectory.key} came with the metric {name!r} = {value!r}; expected a text and a number: leave out what is "
+                "not known, and put everything else into `extra`"
+            )
     try:
         for name, value in rollout_columns(finite(trajectory)).items():
             check_encodable(name, value)

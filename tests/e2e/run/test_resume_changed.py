@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import understudy
+from understudy.cli.main import main
 from understudy.dataplane.ledger import audit
 from understudy.errors import ConfigError
 from understudy.observability.metrics import without_clock
@@ -74,3 +75,20 @@ def test_a_fully_async_run_may_run_further_ahead_from_here_on(recipe: Make) -> N
     assert audit(run.dir).trained == 5 * 16
     with pytest.raises(ConfigError, match="it may only be raised"):
         asyncio.run(resume(Path(run.dir), ["trainer.steps=6", "trainer.max_staleness=0"], progress=False))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_options_that_recipe_json_hides_are_those_of_the_resumed_run(recipe: Make) -> None:
+    options = {"rollout__template_options": {"tool_token": "<tool>", "url": "http://me:pw@host/"}}
+    run = understudy.train(recipe("hidden", **options, trainer__steps=1), progress=False)
+    told = "".join(path.read_text(errors="replace") for path in run.dir.rglob("*.json*") if path.is_file())
+    assert "<tool>" in told and "<tool>" not in told.replace((run.dir / "redacted.json").read_text(), "")
+    changed = asyncio.run(resume(run.dir, ["trainer.steps=2"], progress=False))
+    assert len(changed.metrics) == 2 and "me:pw" in (run.dir / "redacted.json").read_text()
+    assert main(["eval", str(run.dir), "--samples", "2", "--data", str(recipe("x")["data"]["train"])]) == 0
+    (run.dir / "redacted.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"rollout\.template_options\.tool_token = '<redacted>': recipe.json"
+    ):
+        asyncio.run(resume(run.dir, ["trainer.steps=3"], progress=False))

@@ -191,6 +191,21 @@ def test_the_audit_needs_no_torch(run_dir: Path) -> None:
     assert json.loads(done.stdout)[:2] == [True, False]
 
 
+def test_a_reason_holds_no_secret(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
+        await plane.issue("train", ["0_0_0"], step=1)
+        await plane.dead_letter(
+            "train", "0_0_0", "no answer from http://me:pw@h/?token=abc", {"trace": ["Bearer secret"]}
+        )
+        await plane.close()
+
+    asyncio.run(body())
+    written = (tmp_path / "dataplane" / "dead_letters.jsonl").read_text()
+    assert "no answer from http://<redacted>@h/" in written
+    assert not [one for one in ("pw", "abc", "secret") if one in written]
+
+
 def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)

@@ -125,6 +125,28 @@ def test_a_teacher_that_follows_a_student_which_learns_is_no_trouble() -> None:
     assert advise(facts(lambda step: {"rollout/teacher_version/max": float(step)})) == []
 
 
+@pytest.mark.parametrize(
+    ("reward", "speaks"),
+    [
+        (lambda step: 0.0, False),
+        (lambda step: -1.0 / step, False),
+        (lambda step: -1.0, False),
+        (lambda step: -1.0 - step / 10, True),
+        (lambda step: float(step == 5), True),
+        (lambda step: 0.4 if step == 1 else 0.3, False),
+    ],
+)
+def test_agreement_is_trouble_where_the_reward_falls(reward: Callable[[int], float], speaks: bool) -> None:
+    agreed = facts(
+        lambda step: {
+            "rollout/teacher_version/max": float(step),
+            "critic/score/mean": reward(step),
+            "actor/distillation/loss": 1.5 / step**2,
+        }
+    )
+    assert ("agreed_on_nothing" in {one.name for one in advise(agreed)}) == speaks
+
+
 def test_answers_without_a_result_are_counted() -> None:
     (found,) = advise(facts(lambda step: {"rollout/reward/math/parsed": 0.25}))
     assert "75%" in found.sentence and "960 of 1280 answers" in found.evidence

@@ -1,19 +1,20 @@
 """Secrets are hidden and control characters escaped before text reaches a person."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from understudy.observability.logs import log_to
-from understudy.observability.redact import HIDDEN, printable, redact, redact_text
+from understudy.observability.redact import HIDDEN, hidden_values, printable, redact, redact_text, restore
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "https://S3CRET@host/x", "http://:S3CRET@h", "http://me:S3CRET@h", "http://h/?apikey=S3CRET", "http://h/?a=1&auth=S3CRET",
-        "http://h/?hf_token=S3CRET&b=2", "http://h/?password=S3CRET", "Authorization: Bearer S3CRET",
+        "http://h/?hf_token=S3CRET&b=2", "http://h/?password=S3CRET", "Authorization: Bearer S3CRET", "--api-key=S3CRET", "--hf-token=S3CRET",
     ],
 )  # fmt: skip
 def test_no_secret_is_left_in_text(text: str) -> None:
@@ -26,6 +27,33 @@ def test_no_secret_is_left_in_text(text: str) -> None:
 def test_no_secret_is_left_under_a_name(name: str) -> None:
     assert "S3CRET" not in str(redact({"a": [{name: "S3CRET"}]}))
     assert "S3CRET" not in str(redact({name: ["S3CRET", "S3CRET"]}))
+
+
+def test_no_secret_is_left_among_a_program_s_arguments() -> None:
+    given = [
+        "--port",
+        "80",
+        "--api-key",
+        "S3CRET",
+        "--hf-token=S3CRET",
+        "--max-num-batched-tokens=8192",
+        "--hf-token",
+        "--x",
+    ]
+    shown = ["--port", "80", "--api-key", HIDDEN, f"--hf-token={HIDDEN}", *given[5:]]
+    assert redact({"engine_args": given}) == {"engine_args": shown}
+    back = {"engine_args": shown}
+    restore(back, hidden_values({"engine_args": given}))
+    assert back == {"engine_args": given}
+
+
+def test_hidden_values_go_back_to_their_places_alone() -> None:
+    table = {"a": {"token": "x"}, "b": ["http://me:pw@h/", "plain"], "c": {"token": "y"}, "d": {"token": "z"}}
+    told = json.loads(json.dumps(redact(table)))
+    told["c"]["token"] = "another by now"
+    del told["d"]
+    restore(told, json.loads(json.dumps(hidden_values(table))))
+    assert told == {"a": {"token": "x"}, "b": table["b"], "c": {"token": "another by now"}}
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -105,6 +105,7 @@ def test_a_launch_that_ended_before_its_recipe_was_written_can_be_begun_anew(
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         write_atomically(begun.recipe, "{}")
     (begun.path / ".recipe.json.12-34.tmp").touch()  # of one that was killed
+    begun.redacted.touch()
     again = RunDir.create(str(tmp_path / "run"), "run")
     with pytest.raises(RunDirectoryError, match="in use by process"):
         again.lock()

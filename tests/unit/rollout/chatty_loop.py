@@ -22,6 +22,12 @@ class Chatty:
         os.write(1, b"nor raw writes")
         if prompt.columns.get("raises"):
             raise KeyError("loop bug")
+        if prompt.columns.get("exits"):
+            raise SystemExit(0)
+        if prompt.columns.get("leaks"):
+            task = asyncio.ensure_future(asyncio.sleep(10))
+            task.cancel()
+            await task
         if prompt.columns.get("dies"):
             os._exit(7)
         if prompt.columns.get("forks"):

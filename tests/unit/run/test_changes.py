@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from understudy.assembly.this_machine import settings_of_run
 from understudy.config import Recipe, parse_recipe
 from understudy.config.base import flatten
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
+from understudy.planning.resolved import resolve
 from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, refuse_cut_window
 
 TABLE: dict[str, Any] = {
@@ -256,3 +258,62 @@ def test_the_tables_name_only_keys_that_exist() -> None:
     sections = set(Recipe.model_fields)
     for key in (*ACCEPTED, *ONLY_MORE, *REFUSED):
         assert key in known or key in sections or (key.endswith(".*") and key[:-2] in sections), key
+
+
+def with_secrets(folder: Path) -> tuple[RunDir, Recipe]:
+    own = {"my_loops:Think": {"answer_token": "<answer>", "stop_tokens": ["</answer>", "<end>"], "turns": 3}}
+    table = TABLE | {
+        "teachers": {"add": {"model": "teacher", "prompt": "See https://wiki.org/view?key=42 : {{ prompt }}"}},
+        "rollout": {"engine": "vllm", "urls": ["http://me:pw@host:8000"], "agent": "my_loops:Think", "agent_options": own},
+        "run": {"dir": str(folder), "note": "a literal <redacted> stays"},
+    }  # fmt: skip
+    recipe = parse_recipe(table)
+    run = RunDir(folder)
+    run.write_recipe(recipe.model_dump())
+    return run, recipe
+
+
+def test_what_recipe_json_hides_comes_back_on_a_resume(tmp_path: Path) -> None:
+    run, recipe = with_secrets(tmp_path)
+    shown = run.recipe.read_text()
+    for secret in ("<answer>", "</answer>", "=42", "me:pw"):
+        assert secret not in shown
+    assert run.redacted.stat().st_mode & 0o777 == 0o600
+    assert changed_recipe(run, []) == (recipe, [])
+    assert settings_of_run(run).produce.rollout == resolve(recipe, gpus=0).produce.rollout
+    again, (change,) = changed_recipe(run, ["rollout.urls=['http://you:word@host:9000']"])
+    assert again.rollout.agent_options == recipe.rollout.agent_options
+    assert "pw" not in str(change) and "word" not in str(change) and "host:9000" in str(change)
+    run.write_recipe(again.model_dump())
+    assert changed_recipe(run, []) == (again, [])
+
+
+def test_a_secret_option_that_may_not_change_is_not_shown(tmp_path: Path) -> None:
+    run, _ = with_secrets(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        changed_recipe(run, {"rollout.agent_options.my_loops:Think.answer_token": "other"})
+    assert "<answer>" not in str(refused.value) and "answer_token = <redacted>" in str(refused.value)
+
+
+def test_a_run_whose_hidden_values_are_lost_is_refused_by_key(tmp_path: Path) -> None:
+    run, _ = with_secrets(tmp_path)
+    run.redacted.unlink()
+    with pytest.raises(ConfigError) as refused:
+        changed_recipe(run, [])
+    keys = [problem.partition(" = ")[0] for problem in refused.value.problems]
+    options = "rollout.agent_options.my_loops:Think"
+    assert sorted(keys) == [
+        f"{options}.answer_token",
+        f"{options}.stop_tokens.0",
+        f"{options}.stop_tokens.1",
+        "rollout.urls.0",
+        "run.note",
+        "teachers.add.prompt",
+    ]
+    assert f"{run.redacted} does not have it" in refused.value.problems[0]
+
+
+def test_a_recipe_without_secrets_has_no_second_file(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write_recipe(parse_recipe(TABLE).model_dump())
+    assert not run.redacted.exists()

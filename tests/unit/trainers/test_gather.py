@@ -138,6 +138,37 @@ def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
     assert results[0] == 0 and isinstance(results[1], RuntimeError) and results[2] == 2
 
 
+@pytest.mark.parametrize("slow", [0.0, 0.05])
+def test_calls_of_one_member_made_at_once_are_served_one_after_another(slow: float) -> None:
+    """Whatever the speed of the others: no batch goes out without a member that is still at work."""
+
+    async def scenario() -> list[tuple[str, ...]]:
+        batches: list[tuple[str, ...]] = []
+
+        async def serve(items: Sequence[str]) -> list[str]:
+            batches.append(tuple(items))
+            return list(items)
+
+        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
+
+        async def member(key: str, calls: int, wait: float) -> None:
+            turns = cohort.one_at_a_time()
+
+            async def ask(turn: int) -> None:
+                async with turns:
+                    assert await cohort.call(queue, f"{key}/{turn}", f"{key}{turn}") == f"{key}{turn}"
+
+            async with cohort.member():
+                await asyncio.sleep(wait)
+                await asyncio.gather(*(ask(turn) for turn in range(calls)))
+
+        members = (member("a", 2, 0.0), member("b", 1, 0.0), member("c", 1, slow))
+        await asyncio.wait_for(asyncio.gather(*members), 5)
+        return batches
+
+    assert asyncio.run(scenario()) == [("a0", "b0", "c0"), ("a1",)]
+
+
 def test_arrivals_hold_nobody_back() -> None:
     """A call made while an earlier one is being served is served beside it."""
 

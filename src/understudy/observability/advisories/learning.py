@@ -124,7 +124,8 @@ def agreed_on_nothing(facts: RunFacts) -> Iterator[Advisory]:
     (apart, agreed), (reward, got) = (
         (one.values[0], median(one.last(WINDOW))) for one in map(facts.history.get, keys)
     )
-    if agreed < AGREED * apart and got <= REWARD_FELL * reward:
+    was_better = max(facts.history.get(keys[1]).values) > got  # the first step may have 0 by chance
+    if agreed < AGREED * apart and was_better and got <= reward - REWARD_FELL * abs(reward):
         yield Advisory(
             "agreed_on_nothing", "warning", "The student and the teacher that follows it agree on answers without a reward",
             f"KL {apart:.3g} → {agreed:.3g}, reward {reward:.3g} → {got:.3g}, {steps_of(facts, keys[0])}",

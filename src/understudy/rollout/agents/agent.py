@@ -12,7 +12,7 @@ from understudy.engines.base import Generation, Sampling
 from understudy.errors import DataError
 from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
-from understudy.types.trajectory import Trajectory
+from understudy.types.trajectory import Origin, StopReason, Trajectory
 
 
 class Generate(Protocol):
@@ -88,6 +88,18 @@ def check_ids(one: Trajectory, sampling: Sampling) -> None:
     the run."""
     if sampling.usable is not None:
         sampling.usable.check(one.tokens, f"row {one.key}")
+
+
+def check_kinds(one: Trajectory) -> None:
+    """Raises `DataError` for a trajectory that says of itself what no trajectory is. Only the row fails."""
+    for name, value, allowed in (
+        ("stop_reason", one.stop_reason, StopReason),
+        ("origin", one.origin, Origin),
+    ):
+        if value not in list(allowed):
+            raise DataError(
+                f"row {one.key} came with {name} = {value!r}; expected one of {', '.join(map(repr, map(str, allowed)))}"
+            )
 
 
 class AgentLoop(Protocol):

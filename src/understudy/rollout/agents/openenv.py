@@ -29,6 +29,7 @@ import jinja2
 import jinja2.sandbox
 
 from understudy.errors import ConfigError, DataError
+from understudy.observability.redact import redact_text
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.conversations import Conversations, NoRoom
 from understudy.types.prompt import Prompt
@@ -57,10 +58,11 @@ class OpenEnvLoop:
     ) -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ConfigError(
-                f"rollout.agent_options.openenv.url = {url!r}; expected the address of a server, such as 'http://127.0.0.1:8000'"
+                f"rollout.agent_options.openenv.url = {redact_text(url)!r}; expected the address of a server, such as 'http://127.0.0.1:8000'"
             )
         self._url = "ws" + url.removeprefix("http") if url.startswith("http") else url
         self._url = self._url.rstrip("/").removesuffix("/ws") + "/ws"
+        self._shown = redact_text(self._url)
         self._action, self._max_turns = action, max_turns
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
@@ -85,7 +87,7 @@ class OpenEnvLoop:
                 seen = await self._ask(socket, "step", {self._action: answer.text})
                 rewards.append(seen["reward"])
                 said = {"role": "assistant", "content": answer.text}
-                messages = [*messages, said, {"role": "user", "content": self._shown(seen["observation"])}]
+                messages = [*messages, said, {"role": "user", "content": self._observed(seen["observation"])}]
             await socket.send_json({"type": "close"})
         finally:
             await socket.close()
@@ -110,7 +112,7 @@ class OpenEnvLoop:
                 socket = await self._http.ws_connect(self._url, max_msg_size=_LARGEST)
             except (aiohttp.ClientError, OSError) as error:
                 raise DataError(
-                    f"prompt {prompt.key}: no environment answers at {self._url} ({error}); start it, or set "
+                    f"prompt {prompt.key}: no environment answers at {self._shown} ({redact_text(str(error))}); start it, or set "
                     "rollout.agent_options.openenv.url"
                 ) from error
             try:
@@ -131,14 +133,14 @@ class OpenEnvLoop:
             await socket.send_json({"type": kind, "data": data})
         message = await socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise DataError(f"the environment at {self._url} closed the session at `{kind}`")
+            raise DataError(f"the environment at {self._shown} closed the session at `{kind}`")
         answer = json.loads(message.data)
         told = answer.get("data") or {}
         if answer.get("type") == "error":
             if told.get("code") == _FULL:
                 raise _Full
             raise DataError(
-                f"the environment at {self._url} refused `{kind}`: {told.get('message', 'no reason given')} "
+                f"the environment at {self._shown} refused `{kind}`: {told.get('message', 'no reason given')} "
                 f"({told.get('code', 'no code')})"
             )
         reward = told.get("reward")
@@ -151,12 +153,12 @@ class OpenEnvLoop:
     def _first(self, prompt: Prompt, seen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The row's messages, with the first observation at the end of the last user message."""
         messages = [{"role": "user", "content": prompt.text}] if prompt.text else list(prompt.messages)
-        shown = self._shown(seen["observation"])
+        shown = self._observed(seen["observation"])
         if messages[-1]["role"] != "user":
             return [*messages, {"role": "user", "content": shown}]
         return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{shown}".strip()}]
 
-    def _shown(self, observation: Mapping[str, Any]) -> str:
+    def _observed(self, observation: Mapping[str, Any]) -> str:
         """The template, or the observation's only text, or all of it as JSON."""
         try:
             if self._template is not None:

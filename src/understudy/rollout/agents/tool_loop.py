@@ -25,6 +25,7 @@ from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.tools.base import Tool, ToolOutcome, ToolResult
 from understudy.rollout.tools.library import build_tool
 from understudy.rollout.tools.sandbox import Isolation, Sandbox
+from understudy.rollout.user_code import awaited
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import FEEDBACK, StopReason, Trajectory
 
@@ -78,15 +79,17 @@ class ToolLoop:
             sampling = context.sampling_after(len(transcript), transcript.generated)
             generation = await context.generate(transcript.tokens, sampling, turn)
             transcript.write(generation)
-            calls = self._parse(context.renderer.decode(generation.tokens))
             cut_short = generation.stop_reason in (StopReason.LENGTH, StopReason.ABORTED)
-            if not calls or cut_short or turn + 1 == self._max_turns:
+            if cut_short or turn + 1 == self._max_turns:
+                break
+            calls = self._parse(context.renderer.decode(generation.tokens))
+            if not calls:
                 break
             start = time.perf_counter()
             new = await self._run_all(calls, tools)
             tool_seconds += time.perf_counter() - start
             ended = generation.stop_reason is StopReason.EOS
-            new = [stored(result, context.renderer.pictures) for result in new]
+            new = [stored(_encodable(result), context.renderer.pictures) for result in new]
             results += new
             messages = self._messages(calls, new)
             observation = context.renderer.after_turn(prompt.key, messages, ended=ended)
@@ -134,7 +137,7 @@ class ToolLoop:
             if call.name not in tools:
                 known = ", ".join(tools)
                 return ToolResult(ToolOutcome.ERROR, f"there is no tool {call.name!r}; there is {known}")
-            return await tools[call.name].call(call.arguments, deadline_s=self._tool_deadline_s)
+            return await awaited(tools[call.name].call(call.arguments, deadline_s=self._tool_deadline_s))
 
         tasks = [asyncio.ensure_future(run(i, call)) for i, call in enumerate(calls)]
         try:
@@ -156,7 +159,7 @@ class ToolLoop:
             text = result.text if result.outcome is ToolOutcome.OK else f"Error: {result.text}"
             message: dict[str, Any] = {"role": self._tool_role, "content": _content(result, text)}
             if self._tool_role == "tool" and isinstance(call, ToolCall):
-                message["name"] = call.name
+                message["name"] = _without_surrogates(call.name)
             messages.append(message)
         if self._tool_role == "user":  # templates without tools expect one message per turn
             return [{"role": "user", "content": _joined([message["content"] for message in messages])}]
@@ -183,6 +186,16 @@ def stored(result: ToolResult, pictures: PictureReader | None) -> ToolResult:
     for data in result.images:
         pictures.store.put(data)
     return result
+
+
+def _encodable(result: ToolResult) -> ToolResult:
+    text = _without_surrogates(result.text)
+    return result if text == result.text else replace(result, text=text)
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which JSON can spell and no tokenizer reads."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _content(result: ToolResult, text: str) -> str | list[dict[str, Any]]:

@@ -85,6 +85,8 @@ def _read(body: str) -> ToolCall | BadCall:
         return BadCall(f"the tool call is not JSON: {error.msg} at character {error.pos}")
     except RecursionError:
         return BadCall("the tool call is nested too deeply")
+    except ValueError as error:  # an integer with thousands of digits
+        return BadCall(f"the tool call cannot be read: {str(error).partition(';')[0]}")
     if not isinstance(call, dict):
         return BadCall(f"a tool call must be a JSON object, not {type(call).__name__}")
     name = next((call[key] for key in _NAME_KEYS if isinstance(call.get(key), str)), None)
@@ -92,7 +94,7 @@ def _read(body: str) -> ToolCall | BadCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return BadCall("the arguments are not a JSON object")
     if name is None:
         return BadCall('the tool call has no "name"')
@@ -109,7 +111,7 @@ def _split_objects(body: str) -> Iterable[str]:
     while at < len(body):
         try:
             _, end = decoder.raw_decode(body, at)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             yield body[at:]
             return
         yield body[at:end]

@@ -22,7 +22,11 @@ ANSWER_COLUMN = "answer"
 
 _AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
 _BOX = "\\boxed{"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)")
+_THOUSANDS = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")
+"""TeX's comma without the space after it, as in 1{,}000."""
+_MINUS_SIGN = re.compile(r"(?<![\w)}\]])\u2212(?=[$.]*\d)")
+"""Unicode's minus where it is a sign, not a difference."""
 
 
 def exact_match(row: Mapping[str, Any], text: str) -> float:
@@ -90,7 +94,7 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
 
 def _marked_number(text: str) -> Decimal | None:
     """The last number that follows a `####` marker; a marker followed by anything else does not count."""
-    for candidate in reversed(_AFTER_MARKER.findall(text)):
+    for candidate in reversed(_AFTER_MARKER.findall(_plain(text))):
         number = _read_number(candidate)
         if number is not None:
             return number
@@ -109,13 +113,17 @@ def _boxed(text: str) -> str:
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(_plain(text))
     return _read_number(found[-1]) if found else None
+
+
+def _plain(text: str) -> str:
+    return _MINUS_SIGN.sub("-", _THOUSANDS.sub(",", text))
 
 
 def _read_number(text: str) -> Decimal | None:
     try:
-        number = Decimal(text.replace(",", "").replace("$", "").rstrip("."))
+        number = Decimal(_plain(text).replace(",", "").replace("$", "").rstrip("."))
     except InvalidOperation:
         return None
     return number if number.is_finite() else None

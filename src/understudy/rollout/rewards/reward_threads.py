@@ -17,6 +17,8 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
+from understudy.rollout.user_code import as_ordinary
+
 _MOST = min(32, (os.cpu_count() or 1) + 4)
 """The size of the event loop's default executor."""
 
@@ -100,7 +102,7 @@ class DaemonThreads(Executor):
                 try:
                     job.set_result(job.call())
                 except BaseException as error:
-                    job.set_exception(error)
+                    job.set_exception(as_ordinary(error))
             if job.given_up and self._replaced():
                 return
             del job

@@ -26,6 +26,7 @@ from understudy.rollout.loading import load_object
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.reward_threads import DaemonThreads
 from understudy.rollout.rewards.trial import Shape, call_with, is_async, score_in, shape_of
+from understudy.rollout.user_code import awaited
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import FEEDBACK, Trajectory
 
@@ -118,10 +119,12 @@ class Rewards:
         try:
             call = partial(call_with, reward.function, shape_of(reward.function), row, answer)
             if is_async(reward.function):
-                result = await call()
+                result = await awaited(call())
             else:
                 # On a thread: a slow reward must not block other rollouts.
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+                result = await awaited(asyncio.get_running_loop().run_in_executor(self._threads, call))
+            if inspect.isawaitable(result):  # of a plain function that wraps an async one
+                result = await awaited(result)
         except Exception as error:
             if NO_THREAD in str(error):
                 raise ClusterError(

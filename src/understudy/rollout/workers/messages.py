@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
-from understudy.rollout.agents.agent import LostOutput
+from understudy.errors import DataError
+from understudy.rollout.agents.agent import LostOutput, check_kinds
 from understudy.serving import frames
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Origin, StopReason, Trajectory
@@ -186,22 +187,24 @@ _STREAMS = {
 
 
 def pack_output(one: Trajectory) -> tuple[str, bytes, str]:
-    """The trajectory, or the reason why it cannot be sent: a loop may put anything into `metrics` and
-    `extra`."""
+    """The trajectory, or the reason why it cannot be sent: a loop may put anything into it."""
     try:
+        check_kinds(one)
         found = {field.name: getattr(one, field.name) for field in fields(one)}
         for name, kind in _STREAMS.items():
             if found[name] is not None:
                 found[name] = found[name].astype(kind, copy=False)
         return one.key, frames.encode(found, other=repr), ""
+    except DataError as error:
+        return one.key, b"", str(error)
     except Exception as error:
-        return one.key, b"", f"{type(error).__name__}: {error}"
+        why = f"its metrics or extra cannot be sent by its worker ({type(error).__name__}: {error})"
+        return one.key, b"", f"row {one.key}: {why}; use plain texts, numbers, lists and tables"
 
 
 def unpack_output(key: str, told: bytes, lost: str) -> Trajectory | LostOutput:
     if lost:
-        why = f"its metrics or extra cannot be sent by its worker ({lost})"
-        return LostOutput(key, f"row {key}: {why}; use plain texts, numbers, lists and tables")
+        return LostOutput(key, lost)
     found = _trajectories.decode(bytearray(told))
     media = found["media"]
     own = {

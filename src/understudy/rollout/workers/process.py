@@ -33,6 +33,7 @@ from understudy.rollout.agents.agent import LoopContext, checked_outputs
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
+from understudy.rollout.user_code import awaited
 from understudy.rollout.workers import messages as wire
 from understudy.serving.process import Process, process_arguments, process_main
 from understudy.types.prompt import Prompt
@@ -169,7 +170,7 @@ class Worker:
             given=begin.given,
         )
         loop = GivenAnswer() if context.given else self._loops.of(prompt)
-        trajectories = checked_outputs(await loop.run(prompt, context), context)
+        trajectories = checked_outputs(await awaited(loop.run(prompt, context)), context)
         if begin.segment is None or self._handler is None:
             return wire.Done(session_id, [wire.pack_output(one) for one in trajectories])
         self.say(wire.LoopReturned(session_id, len(trajectories)))

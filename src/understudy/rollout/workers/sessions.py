@@ -7,6 +7,7 @@ So the death of a worker changes no batch of the engine, and no token is generat
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
-from understudy.errors import ConfigError, DataError
+from understudy.errors import ClusterError, ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import WorkerConnection
@@ -23,6 +24,9 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
 _START_S = 120.0
+
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerDied(Exception):
@@ -76,6 +80,13 @@ class WorkerSession:
                 one.exception()  # an error that no attempt waited for
 
 
+def _unpacked(message: wire.Done) -> list[Trajectory | LostOutput] | DataError:
+    try:
+        return [wire.unpack_output(*one) for one in message.outputs]
+    except Exception as error:
+        return DataError(f"the worker's outputs cannot be read ({type(error).__name__}: {error})")
+
+
 class WorkerChannel:
     """The connection to one worker process, with its open sessions and work requests. Used on the run's event loop;
     a task reads the worker's messages."""
@@ -102,8 +113,11 @@ class WorkerChannel:
         try:
             self._say(setup)
             first = await asyncio.wait_for(wire.read_from_worker(self._line.reader), _START_S)
-        except BaseException:
+        except BaseException as error:
             await self._line.close(at_once=True)
+            if isinstance(error, TimeoutError):
+                late = f"{self._name} was not ready within {_START_S:g} s; what it wrote is on stderr above"
+                raise ClusterError(late) from error
             raise
         if first is None or not isinstance(first[0], wire.Ready):
             await self._line.close()
@@ -184,6 +198,21 @@ class WorkerChannel:
             self._line.writer.write(frame)
 
     async def _listen(self) -> None:
+        """Reads until the worker is gone. Whatever ends it, no session waits for an answer any more."""
+        how = "ended"
+        try:
+            await self._read()
+            how = await self._line.ended()
+        except Exception as error:
+            logger.exception("%s (pid %d) sent what cannot be read", self._name, self.pid)
+            how = f"sent what cannot be read ({type(error).__name__}: {error})"
+            await self._line.close(at_once=True)
+        finally:
+            self._on_end(self.life)
+            for session_id in list(self._results):
+                self._settle(session_id, WorkerDied(f"{self._name} (pid {self.pid}) {how}"))
+
+    async def _read(self) -> None:
         while (came := await wire.read_from_worker(self._line.reader)) is not None:
             message, size = came
             self._traffic.received += size
@@ -195,7 +224,7 @@ class WorkerChannel:
             elif isinstance(message, wire.CancelGeneration):
                 self._cancel_generation(message)
             elif isinstance(message, wire.Done):
-                self._settle(message.session_id, [wire.unpack_output(*one) for one in message.outputs])
+                self._settle(message.session_id, _unpacked(message))
             elif isinstance(message, wire.LoopReturned):
                 session = self._sessions.get(message.session_id)
                 if session is not None and session.context.loop_returned is not None:
@@ -205,10 +234,6 @@ class WorkerChannel:
             elif isinstance(message, wire.LoopFailed):
                 text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
                 self._settle(message.session_id, DataError(text))
-        how = await self._line.ended()
-        self._on_end(self.life)
-        for session_id in list(self._results):
-            self._settle(session_id, WorkerDied(f"{self._name} (pid {self.pid}) {how}"))
 
     def _generate(self, message: wire.GenerateCall) -> None:
         session = self._sessions[message.session_id]

@@ -17,11 +17,12 @@ import numpy as np
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
 from understudy.errors import DataError, UnderstudyError
 from understudy.media.pictures import usable_hashes
-from understudy.rollout.agents.agent import LoopContext, LostOutput, checked_outputs
+from understudy.rollout.agents.agent import LoopContext, LostOutput, check_kinds, checked_outputs
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
+from understudy.rollout.user_code import awaited
 from understudy.trainers.call_batching import BatchByKey, CallQueue
 from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, reason_of, timed
 from understudy.trainers.row_columns import finite
@@ -109,8 +110,9 @@ class Evaluator:
                 own = context.pictures_in(key, tokens, media)
                 request = GenerateRequest(key, tokens, sampling, seed, media=own)
                 try:
-                    with PausedClock(clock):
-                        result: Generation = await cohort.call(queue, key, request)
+                    async with turns:
+                        with PausedClock(clock):
+                            result: Generation = await cohort.call(queue, key, request)
                 except Exception as error:
                     if not isinstance(error, UnderstudyError):
                         broken.append(error)
@@ -128,14 +130,15 @@ class Evaluator:
                 media=usable_hashes(prompt.messages),
             )
             async with cohort.member():
-                written, limit = None, self.deadline_seconds
+                written, limit, turns = None, self.deadline_seconds, cohort.one_at_a_time()
                 clock, what = asyncio.timeout(limit), "agent loop"
                 try:
                     async with clock:
-                        outputs = await self.loops.of(prompt).run(prompt, context)
+                        outputs = await awaited(self.loops.of(prompt).run(prompt, context))
                     last = checked_outputs(outputs, context)[-1]
                     if isinstance(last, LostOutput):
                         raise DataError(last.reason)
+                    check_kinds(last)
                     written = last
                     clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
                     async with clock:

@@ -20,11 +20,12 @@ from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Sampling
 from understudy.errors import DataError
 from understudy.observability.spans import Spans
-from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, checked_outputs
+from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, check_kinds, checked_outputs
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
+from understudy.rollout.user_code import awaited
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
 from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, ORIGIN, PARTITION, rollout_columns, storable
@@ -113,7 +114,7 @@ class LocalRollouts:
             async with clock:
                 with self.spans.span("rollout", key=session.key):
                     loop = GivenAnswer() if context.given else self.loops.of(session.prompt)
-                    outputs = checked_outputs(await loop.run(session.prompt, context), context)
+                    outputs = checked_outputs(await awaited(loop.run(session.prompt, context)), context)
                 due = clock.when()
         except Exception as error:
             raise timed(error, clock, f"agent loop timed out: {session.key}", session.limit) from error
@@ -136,6 +137,7 @@ class LocalRollouts:
             return FailedOutput(trajectory.key, DataError(trajectory.reason))
         key, clock = trajectory.key, asyncio.timeout(seconds)
         try:
+            check_kinds(trajectory)
             check_ids(trajectory, self.sampling)
             if not self.rewards:
                 return storable(trajectory)

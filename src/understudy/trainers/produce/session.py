@@ -50,7 +50,7 @@ def loop_context(
     producer: Producer, prompt: Prompt, session: int, gather: Gather, clock: asyncio.Timeout
 ) -> LoopContext:
     """The context of an agent loop. `clock` is stopped while the loop waits for the engine."""
-    key = row_key(prompt.key, session)
+    key, turns = row_key(prompt.key, session), gather.one_at_a_time()
 
     def seed(turn: int) -> int:
         return derive_seed(producer.settings.seed, prompt.epoch, prompt.key, session, turn)
@@ -60,8 +60,9 @@ def loop_context(
     ) -> Generation:
         own = context.pictures_in(key, tokens, media)
         request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key, media=own)
-        with PausedClock(clock):
-            result: Generation = await gather.call(producer.engine_queue, request.key, request)
+        async with turns:
+            with PausedClock(clock):
+                result: Generation = await gather.call(producer.engine_queue, request.key, request)
         return result
 
     context = LoopContext(

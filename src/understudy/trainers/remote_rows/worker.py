@@ -32,7 +32,7 @@ from understudy.engines.base import Sampling
 from understudy.errors import RowsUnreachable, TeacherError
 from understudy.media.store import MediaStore
 from understudy.observability.faults import point
-from understudy.rollout.agents.agent import check_ids
+from understudy.rollout.agents.agent import check_ids, check_kinds
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
@@ -88,6 +88,7 @@ class RemoteRowHandler:
         for one in trajectories:
             began = time.perf_counter()
             try:
+                check_kinds(one)
                 check_ids(one, sampling)
                 rewarded[one.key] = await self._reward(prompt, one)
             except Exception as error:

@@ -126,5 +126,7 @@ def test_what_goes_wrong_names_the_environment(url: str) -> None:
     assert isinstance(error, DataError) and "VALIDATION_ERROR" in str(error)
     (error,) = play("http://127.0.0.1:1", [["5"]])
     assert isinstance(error, DataError) and "no environment answers at ws://127.0.0.1:1/ws" in str(error)
+    (error,) = play("http://me:pw@127.0.0.1:1/?token=abc", [["5"]])
+    assert isinstance(error, DataError) and "pw" not in str(error) and "abc" not in str(error)
     with pytest.raises(ConfigError, match="expected the address of a server"):
         build_loop("openenv", {"url": "localhost:8000"})

@@ -85,6 +85,14 @@ class Script:
         return generation
 
 
+NAME = __name__
+
+
+def raises(text: str) -> list[Any]:
+    """A format of a user's own."""
+    raise AssertionError(f"{text!r} was to be left alone")
+
+
 def call(text: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'echo', 'arguments': {'text': text}})}\n</tool_call>"
 
@@ -248,6 +256,28 @@ def test_the_model_is_told_what_went_wrong(said: str, says: str, options: dict[s
     check_streams(trajectory, script)
     assert "Error: " in (text := chat_tokenizer("chatml").decode(trajectory.tokens.tolist())) and says in text
     assert trajectory.metrics["tool/error"] + trajectory.metrics["tool/timeout"] == 1
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_a_tool_s_half_of_a_surrogate_pair_is_shown_as_a_question_mark(family: str) -> None:
+    asked = call("x").replace('"echo"', '"\\ud83d"') + call("a") if family == "chatml" else call("a")
+    trajectory, script = play(family, [asked, "done"], tool=Echo(lambda arguments: "\ud83d ok"))
+    check_streams(trajectory, script)
+    assert "? ok" in chat_tokenizer(family).decode(trajectory.tokens.tolist())
+    assert trajectory.extra["feedback"] == "? ok"
+
+
+def test_an_integer_of_thousands_of_digits_is_the_call_s_fault() -> None:
+    said = call("1").replace('"1"', "1" * 4400)
+    trajectory, _ = play("chatml", [said, "done"], context=8000)
+    assert "Error: the tool call cannot be read" in chat_tokenizer("chatml").decode(
+        trajectory.tokens.tolist()
+    )
+
+
+def test_an_answer_that_was_cut_is_not_parsed() -> None:
+    trajectory, _ = play("llama3", [f"{NAME}:raises"], format=f"{NAME}:raises", stop=StopReason.LENGTH)
+    assert trajectory.turns == 1
 
 
 def test_turn_token_and_context_budgets() -> None:

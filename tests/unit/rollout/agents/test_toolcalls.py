@@ -10,6 +10,8 @@ from understudy.errors import ConfigError
 from understudy.rollout.agents.toolcalls import FORMATS, BadCall, ToolCall, parser_of
 
 CALL = ToolCall("calculator", {"expression": "1+1"})
+LONG = '{"name": "f", "arguments": {"x": %s}}' % ("1" * 4400)
+"""Python reads no integer of more than 4,300 digits."""
 AS_JSON = '{"name": "calculator", "arguments": {"expression": "1+1"}}'
 
 
@@ -67,6 +69,14 @@ def test_no_call(format: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not a JSON object"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "tool call"),
         ("llama3", '{"name": "f", "parameters": {}', "not JSON"),
+        ("hermes", f"<tool_call>{LONG}</tool_call>", "cannot be read: Exceeds the limit"),
+        ("llama3", LONG, "cannot be read: Exceeds the limit"),
+        ("json", f"```json\n{LONG}\n```", "cannot be read: Exceeds the limit"),
+        (
+            "hermes",
+            f"<tool_call>{json.dumps({'name': 'f', 'arguments': LONG})}</tool_call>",
+            "not a JSON object",
+        ),
     ],
 )
 def test_bad_calls_are_told_to_the_model(format: str, text: str, says: str) -> None:

@@ -123,6 +123,34 @@ def test_the_boxed_number_counts_or_else_the_last_one(text: str, reward: float) 
     assert boxed_number({"answer": "6*200+34=1234\n#### 1,234"}, text)["score"] == reward
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("0.5", r"so \boxed{.5}"),
+        ("-0.5", r"so \boxed{-.5}"),
+        ("0.5", "it is $.5"),
+        ("5", "the answer is...5"),
+        ("3", "section 1.2.3"),
+        ("1000", r"\boxed{1{,}000}"),
+        ("1000000", r"\boxed{\$1{,}000{,}000}"),
+        ("-5", "the answer is \u22125"),
+        ("-0.5", "\\boxed{\u2212.5}"),
+        ("-1234", "\\boxed{\u22121{,}234}"),
+        ("5", "7\u22125"),
+        ("5", "7 \u2212 5"),
+        ("-5", "#### \u22125"),
+        ("\u22125", "-5"),
+    ],
+)
+def test_numbers_as_models_write_them(answer: str, text: str) -> None:
+    assert boxed_number({"answer": answer}, text)["score"] == 1.0
+
+
+def test_gsm8k_reads_a_minus_sign_and_tex_s_comma() -> None:
+    assert gsm8k({"answer": "-1000"}, "#### \u22121{,}000")["score"] == 1.0
+    assert gsm8k({"answer": "5"}, "#### \u22125")["score"] == 0.0
+
+
 def test_a_boxed_zero_is_an_answer() -> None:
     assert boxed_number({"answer": "0"}, r"\boxed{0} of 5")["score"] == 1.0
 

@@ -39,6 +39,22 @@ def test_errors_and_context_come_through() -> None:
     pool.shutdown()
 
 
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()]
+)
+def test_a_job_cannot_end_its_caller(error: BaseException) -> None:
+    """Raised in the event loop's task, these would end the process, pass for a cancellation, or fit no future."""
+
+    def job() -> None:
+        raise error
+
+    async def body() -> None:
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(DaemonThreads(most=1), job), 10)
+
+    asyncio.run(body())
+
+
 def test_jobs_past_their_deadline_leave_the_others_their_threads() -> None:
     """Three rounds in which every thread hangs; a job of a later round runs, and threads that come back end."""
 

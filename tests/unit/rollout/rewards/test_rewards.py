@@ -93,6 +93,64 @@ def test_a_reward_that_raises_names_itself_and_the_row() -> None:
         reward_of(Reward("broken", lambda row, text: 1 / 0))
 
 
+def test_a_plain_function_may_wrap_an_async_one() -> None:
+    assert reward_of(Reward("wrapped", lambda row, text: slowly(row, text))).reward == 0.5
+
+
+def exits(row: Mapping[str, Any], text: str) -> float:
+    exec("import sys; sys.exit()", {})
+    return 1.0
+
+
+def finds_nothing(row: Mapping[str, Any], text: str) -> float:
+    return float(next(line for line in text.splitlines() if line.startswith("Answer")) == "1")
+
+
+async def exits_late(row: Mapping[str, Any], text: str) -> float:
+    await asyncio.sleep(0)
+    return exits(row, text)
+
+
+async def interrupts(row: Mapping[str, Any], text: str) -> float:
+    raise KeyboardInterrupt
+
+
+async def awaits_a_cancelled_task(row: Mapping[str, Any], text: str) -> float:
+    task = asyncio.ensure_future(asyncio.sleep(10))
+    task.cancel()
+    await task
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (exits, "SystemExit"),
+        (exits_late, "SystemExit"),
+        (interrupts, "KeyboardInterrupt"),
+        (finds_nothing, "StopIteration"),
+        (awaits_a_cancelled_task, "CancelledError"),
+    ],
+)
+def test_a_reward_can_fail_its_row_and_nothing_else(function: Any, name: str) -> None:
+    with pytest.raises(DataError, match=f"r raised on row 00000-0000001_0_0: RuntimeError: {name}"):
+        reward_of(Reward("r", function))
+
+
+def test_a_reward_is_cancelled_with_its_row() -> None:
+    async def body() -> None:
+        scorer = Rewards([Reward("r", slow)], Renderer(chat_tokenizer("chatml"), context=100))
+        async with asyncio.timeout(0.05):
+            await scorer.score(PROMPT, trajectory())
+
+    async def slow(row: Mapping[str, Any], text: str) -> float:
+        await asyncio.sleep(100)
+        return 1.0
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(body())
+
+
 def test_a_machine_without_threads_is_no_fault_of_the_row() -> None:
     def starved(row: Mapping[str, Any], text: str) -> float:
         raise RuntimeError("can't start new thread")

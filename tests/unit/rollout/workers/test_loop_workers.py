@@ -325,6 +325,20 @@ def test_errors_keep_their_kind(with_one: Shared) -> None:
     with_one(use, broken)
 
 
+@pytest.mark.parametrize(("column", "name"), [("exits", "SystemExit"), ("leaks", "CancelledError")])
+def test_what_would_end_a_worker_or_a_task_is_the_row_s_fault(
+    with_one: Shared, column: str, name: str
+) -> None:
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        before = workers.pids
+        (row,) = prompts(1, **{column: True})
+        with pytest.raises(DataError, match=f"RuntimeError: {name}"):
+            await asyncio.wait_for(workers.run(row, context(row)), 20)
+        assert workers.pids == before
+
+    with_one(use)
+
+
 def test_a_cancelled_session_leaves_the_worker_usable(with_one: Shared) -> None:
     gate = Gated()
 

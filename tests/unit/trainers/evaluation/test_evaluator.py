@@ -1,62 +1,106 @@
-"""Evaluations keep to the limits of the rollouts."""
+"""The evaluator's answers: agent loops may ask for several generations, and a failed answer counts as unsolved."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from chat_tokenizers import chat_tokenizer
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.rollout.agents.agent import LoopContext
-from understudy.rollout.agents.conversations import Conversations, NoRoom
+from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.render import Renderer
+from understudy.rollout.rewards.rewards import Rewards
 from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
-USER = {"role": "user", "content": "Go on."}
+TOKENIZER = chat_tokenizer("chatml")
+RENDERER = Renderer(TOKENIZER, context=1024)
+PROBLEMS = [
+    Prompt(f"eval-{i:07d}", i, 0, "", messages=({"role": "user", "content": "question"},)) for i in range(3)
+]
 
 
-class Writing:
-    """Writes as many tokens as it is asked for."""
+class Engine:
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        return [self._written(request.sampling.max_new_tokens) for request in requests]
+        self.batches.append([request.key for request in requests])
+        await asyncio.sleep(0.001)
+        end = np.array([TOKENIZER.eos_token_id], np.int32)
+        return [
+            Generation(end, np.zeros(1, np.float32), np.zeros(1, np.int32), StopReason.EOS) for _ in requests
+        ]
 
-    def _written(self, count: int) -> Generation:
-        versions = np.zeros(count, np.int32)
-        return Generation(
-            np.full(count, 5, np.int32), np.zeros(count, np.float32), versions, StopReason.LENGTH
-        )
 
+class TwoDrafts:
+    """Asks for two generations at once."""
 
-class Talking:
-    """Asks for turn after turn, until no token fits."""
-
-    def of(self, prompt: Prompt) -> "Talking":
+    def of(self, prompt: Prompt) -> Any:
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
-        conversations, messages = Conversations(prompt, context), [USER]
-        try:
-            while True:
-                answer = await conversations.answer(messages)
-                messages = [*messages, {"role": "assistant", "content": answer.text}, USER]
-        except NoRoom:
-            return conversations.finish()
+        start = context.renderer.render(prompt)
+        drafts = await asyncio.gather(*(context.generate(start, context.sampling, turn) for turn in range(2)))
+        outputs = []
+        for index, draft in enumerate(drafts):
+            transcript = Transcript(start)
+            transcript.write(draft)
+            outputs.append(transcript.finish(context.row_key(index)))
+        return outputs
 
 
-class Rewarding:
-    names = "none"
+class Leaking(TwoDrafts):
+    """Awaits a task of its own that was cancelled, on one problem."""
 
-    async def score(self, prompt: Prompt, written: Trajectory) -> Trajectory:
-        return written
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal == 1:
+            task = asyncio.ensure_future(asyncio.sleep(9))
+            task.cancel()
+            await task
+        return (await super().run(prompt, context))[:1]
 
 
-def test_the_turns_of_an_answer_share_the_budget_of_a_trajectory() -> None:
-    parts: list[Any] = [Writing(), Talking(), Rewarding(), Renderer(chat_tokenizer("chatml"), context=400)]
-    evaluator = Evaluator(*parts, Sampling(8), 400, 4, deadline_seconds=20, max_generated=20)
-    (answer,) = asyncio.run(evaluator.greedy([Prompt("p", 0, 0, "", messages=(USER,))]))
+class Exiting(TwoDrafts):
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal == 1:
+            raise SystemExit(0)
+        return (await super().run(prompt, context))[:1]
+
+
+class Careless(TwoDrafts):
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        (one, _) = await super().run(prompt, context)
+        return [replace(one, stop_reason="stop")] if prompt.ordinal == 1 else [one]  # type: ignore[arg-type]
+
+
+def evaluated(loops: Any) -> tuple[Evaluator, Engine]:
+    engine, sampling = Engine(), Sampling(max_new_tokens=8, stop_ids=(TOKENIZER.eos_token_id,))
+    evaluator = Evaluator(engine, loops, Rewards([], RENDERER), RENDERER, sampling, 1024, 64, 5.0)  # type: ignore[arg-type]
+    assert len(asyncio.run(asyncio.wait_for(evaluator.greedy(PROBLEMS), 20))) == len(PROBLEMS)
+    return evaluator, engine
+
+
+@pytest.mark.parametrize(("loops", "name"), [(Leaking(), "CancelledError"), (Exiting(), "SystemExit")])
+def test_what_would_end_the_evaluation_is_the_problem_s_own_fault(loops: Any, name: str) -> None:
+    evaluator, _ = evaluated(loops)
+    assert [(one.prompt.ordinal, one.reason) for one in evaluator.failures] == [
+        (1, f"RuntimeError: {name}" + ": 0" * (name == "SystemExit"))
+    ]
+
+
+def test_a_loop_that_asks_for_two_generations_at_once_gets_them_one_after_another() -> None:
+    evaluator, engine = evaluated(TwoDrafts())
     assert not evaluator.failures
-    assert np.count_nonzero(answer.loss_mask) == 20 and answer.turns == 3
+    assert engine.batches == [[f"{one.key}/0/{turn}" for one in PROBLEMS] for turn in range(2)]
+
+
+def test_an_unknown_stop_reason_is_the_problem_s_own_fault() -> None:
+    evaluator, _ = evaluated(Careless())
+    (failed,) = evaluator.failures
+    assert failed.prompt.ordinal == 1 and "stop_reason = 'stop'; expected one of 'eos'" in failed.reason

@@ -66,6 +66,8 @@ class Loops:
 
 
 class Rewards:
+    names = "none"
+
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         return trajectory
 
@@ -277,5 +279,47 @@ def test_a_loop_that_returns_nothing_or_wrong_keys_is_a_dead_letter(tmp_path: Pa
         letters = (tmp_path / "dead_letters.jsonl").read_text()
         assert "returned 0 trajectories for session p0_0_0 (none)" in letters
         assert "returned 1 trajectories for session p1_0_0 (p1_0_1)" in letters
+
+    with_plane(tmp_path, work)
+
+
+class Unruly:
+    """Does what would end a run, or make a row that cannot be read back; the rest asks for two drafts at once."""
+
+    def of(self, prompt: Prompt) -> Unruly:
+        return self
+
+    async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
+        if prompt.key == "p0":
+            raise SystemExit(0)
+        if prompt.key == "p1":
+            task = asyncio.ensure_future(asyncio.sleep(10))
+            task.cancel()
+            await task
+        (one,) = await SingleTurn().run(prompt, context)
+        if prompt.key == "p2":
+            return [replace(one, stop_reason="stop")]  # type: ignore[arg-type]
+        tokens = context.renderer.render(prompt)
+        await asyncio.gather(*(context.generate(tokens, context.sampling, turn) for turn in (1, 2)))
+        return [one]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_unruly_loops_cost_their_own_rows_and_nothing_else(tmp_path: Path, deterministic: bool) -> None:
+    async def work(plane: EmbeddedDataPlane) -> None:
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            return [scores_of(item) for item in items]
+
+        producer = producer_of(plane, score, deterministic)
+        producer.rollouts.loops = Unruly()
+        await produce_step(producer, NO_LEARNER, PROMPTS, step=1)
+        assert sorted(await plane.list(PARTITION)) == ["p3_0_0", "p4_0_0", "p5_0_0"]
+        letters = (tmp_path / "dead_letters.jsonl").read_text()
+        for reason in (
+            "SystemExit: 0",
+            "RuntimeError: CancelledError",
+            "stop_reason = 'stop'; expected one of",
+        ):
+            assert reason in letters
 
     with_plane(tmp_path, work)
