@@ -146,8 +146,7 @@ class Conversations:
 
     def _same(self, known: Message, sent: Message) -> bool:
         """Whether a message came back unchanged, apart from surrounding white space, which many agents strip."""
-        texts = [message.get("content") or "" for message in (known, sent)]
-        if known["role"] != sent["role"] or texts[0].strip() != texts[1].strip():
+        if known["role"] != sent["role"] or _content(known) != _content(sent):
             return False
         ours, theirs = known.get("tool_calls"), sent.get("tool_calls")
         if ours is None or not theirs:  # some agents parse the calls themselves, or do not send them back
@@ -161,6 +160,12 @@ class Conversations:
         return _function(known) == _function(sent)
 
 
+def _content(message: Message) -> Any:
+    """A text without the white space around it; the parts of a message with pictures as they are."""
+    content = message.get("content") or ""
+    return content.strip() if isinstance(content, str) else content
+
+
 def _told(name: str, call: ToolCall) -> Message:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": name, "type": "function", "function": function}
@@ -171,5 +176,5 @@ def _function(call: Message) -> tuple[Any, Any]:
     arguments = function.get("arguments")
     try:
         return function.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
+    except ValueError:  # an integer of thousands of digits is one too
         return function.get("name"), arguments

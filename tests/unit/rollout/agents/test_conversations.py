@@ -62,6 +62,17 @@ def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens
     assert trajectory.metrics == {"env/turns": 2.0}
 
 
+def test_a_message_in_parts_is_compared_as_it_is() -> None:
+    shown = {"role": "user", "content": [{"type": "text", "text": "What is 12 * 3?"}]}
+
+    async def body(conversations: Conversations) -> None:
+        first = await conversations.answer([shown])
+        await conversations.answer([shown, said(first.text), {"role": "user", "content": "Sure?"}])
+
+    (((trajectory,),), _) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=512)
+    assert trajectory.turns == 2
+
+
 def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
     async def body(conversations: Conversations) -> None:
         first = await conversations.answer([USER])
