@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -62,15 +62,12 @@ def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens
     assert trajectory.metrics == {"env/turns": 2.0}
 
 
-def test_a_message_in_parts_is_compared_as_it_is() -> None:
-    shown = {"role": "user", "content": [{"type": "text", "text": "What is 12 * 3?"}]}
-
-    async def body(conversations: Conversations) -> None:
-        first = await conversations.answer([shown])
-        await conversations.answer([shown, said(first.text), {"role": "user", "content": "Sure?"}])
-
-    (((trajectory,),), _) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=512)
-    assert trajectory.turns == 2
+def test_messages_in_parts_are_compared_as_they_are() -> None:
+    shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    other = {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}
+    conversations = Conversations(PROMPT, cast("LoopContext", None))
+    assert conversations._same(shown, dict(shown))
+    assert not conversations._same(shown, other) and not conversations._same(shown, USER)
 
 
 def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
