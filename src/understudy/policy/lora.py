@@ -55,6 +55,13 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
             raise PolicyError(
                 f"LoRA targets {list(settings.targets)} do not fit {type(model).__name__}: {error}"
             ) from error
+    # peft also adapts what transformers keeps in one tensor (experts); `merged_weights` knows linear layers alone.
+    wrapped = [name for name, one in model.named_modules() if hasattr(one, "parameter_name")]
+    if wrapped:
+        raise PolicyError(
+            f"LoRA targets {list(settings.targets)} name weights of experts in {type(model).__name__} ({wrapped[0]}), whose adapters "
+            'cannot be merged here; set student.lora.targets to other layers: ["q_proj", "k_proj", "v_proj", "o_proj"]'
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import make
 from test_own_code import ROWS
 
@@ -13,7 +14,7 @@ from understudy.config import Recipe, parse_recipe
 from understudy.errors import PolicyError
 from understudy.planning.models.adapter_targets import targets_fit
 from understudy.planning.models.folder import ModelFolder
-from understudy.policy.lora import LoraSettings, add_lora
+from understudy.policy.lora import LoraSettings, add_lora, merged_weights
 
 
 def saved(name: str, folder: Path) -> ModelFolder:
@@ -86,3 +87,22 @@ def test_nothing_is_said_of_a_model_whose_weights_are_not_here(tmp_path: Path) -
     recipe = recipe_of(folder, {"targets": ["q_porj"]})
     (tmp_path / "model.safetensors").unlink()
     assert targets_fit(recipe, ModelFolder(tmp_path)) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_adapters_of_experts_are_refused_because_nothing_merges_them(name: str) -> None:
+    """They would be trained, and engines and exports would get the base's experts."""
+    pytest.importorskip("peft")
+    with pytest.raises(
+        PolicyError, match=r"name weights of experts .* set student.lora.targets to other layers"
+    ):
+        add_lora(make(name), LoraSettings())
+    targets = ("o_proj",)
+    adapted, plain = make(name), make(name)
+    add_lora(adapted, LoraSettings(targets=targets))
+    for one, weight in adapted.named_parameters():
+        if "lora_" in one:
+            weight.data.normal_(0, 0.3)
+    plain.load_state_dict(dict(merged_weights(adapted)), strict=False)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
