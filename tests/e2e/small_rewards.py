@@ -29,6 +29,21 @@ def immense(row: Mapping[str, Any], text: str) -> float:
     return 1e38 if sum(map(ord, text)) % 3 == 0 else 0.0
 
 
+def hostile(row: Mapping[str, Any], text: str) -> float:
+    """For some prompts, what must cost their rows alone: it ends the process, runs out of an iterator, raises with control
+    characters and a long text, or gives NaN."""
+    case = sum(map(ord, row["answer"])) % 31
+    if case == 1:
+        sys.exit(1)
+    if case == 2:
+        raise KeyboardInterrupt
+    if case == 3:
+        return float(next(iter(())))
+    if case == 4:
+        raise RuntimeError(chr(27) + "[2J" + chr(0x202E) + "x" * 10_000)
+    return float("nan") if case == 5 else varied(row, text)
+
+
 _scored = itertools.count(1)
 
 

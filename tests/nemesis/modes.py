@@ -61,7 +61,7 @@ _BASE = {
 }  # fmt: skip
 _HOSTILE = {
     "rollout__agent": "hostile_tools:Hostile", "data__shuffle": False, "data__max_prompt_tokens": 40, "data__overlong": "drop",
-    "trainer__batch_size": 8,
+    "trainer__batch_size": 8, "data__reward": "small_rewards:hostile", "trainer__max_dead_letters": 0.5,
 }  # fmt: skip
 _WASTEFUL = """{%- set asked = messages[0]['content'] -%}
 {%- if asked.startswith('1') -%}{%- for i in range(99999) -%}{%- endfor -%}

@@ -58,13 +58,13 @@ NEEDING = {
         "return told is not None and told != checksum(body)", "return False", "damage",
     ),
     "a broken connection fails its request": one(
-        EXTERNAL, POOL, "if attempts.bad >= self.options.max_bad_attempts:",
+        EXTERNAL, POOL, "if final and attempts.bad >= self.options.max_bad_attempts:",
         "if failure is Failure.CONNECTION or attempts.bad >= self.options.max_bad_attempts:", "reset",
     ),
     "a request waits for a second, and fails if it is late": Bug(EXTERNAL, LATE, "partition"),
     "a request waits for a second, and fails if the network is slow": Bug(EXTERNAL, LATE, "delay"),
     "a request to a replica that is frozen beyond its deadline fails": one(
-        "sync full", POOL, "if attempts.bad >= self.options.max_bad_attempts:",
+        "sync full", POOL, "if final and attempts.bad >= self.options.max_bad_attempts:",
         "if failure is Failure.TIMEOUT or attempts.bad >= self.options.max_bad_attempts:", "freeze replica",
     ),
     "sessions of a lost worker are not run again": one(
@@ -126,10 +126,10 @@ NEEDING = {
         "sync full",
         (
             (POOL, "        attempts = _Attempts()\n", "        attempts, begun = _Attempts(), self._clock.now()\n"),
-            (POOL, "self._failed(outcome.replica, tokens, attempts, outcome.error)\n",
-             "self._failed(outcome.replica, tokens, attempts, outcome.error)\n"
+            (POOL, "self._failed(one.replica, tokens, attempts, one.error, final=scores is None)\n",
+             "self._failed(one.replica, tokens, attempts, one.error, final=scores is None)\n"
              "                        if self._clock.now() - begun > 60:\n"
-             "                            raise outcome.error\n"),
+             "                            raise one.error\n"),
         ),
         "freeze waiting",
     ),
