@@ -60,7 +60,7 @@ GENERATION = (
 
 def test_a_template_that_marks_what_the_model_writes(tmp_path: Path) -> None:
     """SmolLM3, Phi-4 and TRL's training templates have transformers' own tag."""
-    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = GENERATION
     chat = [*CHAT, {"role": "assistant", "content": "3"}, *CHAT]
     measured, rendered = lengths(written(tokenizer, tmp_path), {"messages": chat})
@@ -68,7 +68,7 @@ def test_a_template_that_marks_what_the_model_writes(tmp_path: Path) -> None:
 
 
 def test_a_template_that_cannot_be_compiled(tmp_path: Path) -> None:
-    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages[0].content }}\n{% unknown %}"
     folder = written(tokenizer, tmp_path)
     told = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
@@ -96,7 +96,7 @@ NAMED = {
 @pytest.mark.parametrize("as_files", [True, False])
 @pytest.mark.parametrize("tools", [None, [], [TOOL]])
 def test_templates_with_names(tmp_path: Path, as_files: bool, tools: list[Any] | None) -> None:
-    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = NAMED
     folder = written(tokenizer, tmp_path)
     assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
@@ -128,7 +128,7 @@ def test_no_template_is_the_default(tmp_path: Path) -> None:
 
 
 def test_a_date_in_the_template_is_counted_as_the_run_writes_it(tmp_path: Path) -> None:
-    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{{ strftime_now('%A, %d %B %Y') }} {{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path)
     Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)

@@ -4,6 +4,7 @@ A byte-level BPE tokenizer is trained on a few lines, then given a family's spec
 anew here, after the formats those families document).
 """
 
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -129,8 +130,13 @@ UNNAMED_END: dict[str, dict[str, Any]] = {
 ENDS = {"gemma3": "<end_of_turn>", "chatml-base": "<|im_end|>"}
 
 
-@cache
 def chat_tokenizer(family: str) -> Any:
+    """One of its own for each caller, who may replace its template."""
+    return copy(_trained(family))
+
+
+@cache
+def _trained(family: str) -> Any:
     kind = (FAMILIES | UNNAMED_END)[family]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

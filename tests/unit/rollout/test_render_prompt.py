@@ -1,6 +1,5 @@
 """Rendering of prompts: the template's text, once, and errors that name the row."""
 
-from copy import copy
 from datetime import date
 
 import numpy as np
@@ -58,7 +57,7 @@ LLAMA_DATE = (
 
 def test_a_template_that_asks_for_the_date_gets_the_run_s() -> None:
     """As those of Llama 3 and SmolLM3, which would render other prompts after a resume on another day."""
-    tokenizer = copy(chat_tokenizer("chatml"))
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = LLAMA_DATE
 
     def rendered(rollout: RolloutConfig, *, ahead: bool = False) -> str:
