@@ -240,7 +240,7 @@ def special_ids(tokenizer: Any) -> set[int]:
     """The ids of all special tokens. `all_special_ids` lacks those without a name, such as Gemma 3's `<end_of_turn>`."""
     try:
         added = tokenizer.added_tokens_decoder
-    except NotImplementedError:  # mistral_common's tokenizers
+    except NotImplementedError:  # the tokenizers of mistral_common do not offer this table
         added = {}
     return {int(number) for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
 
