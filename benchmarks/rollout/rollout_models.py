@@ -23,6 +23,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "1.7b": {
+        "vocab_size": VOCAB,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "8b": {
         "vocab_size": VOCAB,
         "hidden_size": 4096,
@@ -62,7 +71,9 @@ def build_model(shape: dict[str, int], device: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-def write_model(folder: Path, shape: dict[str, int], device: str, dtype: torch.dtype) -> None:
+def write_model(
+    folder: Path, shape: dict[str, int], device: str, dtype: torch.dtype, *, config_only: bool = False
+) -> None:
     """A folder vLLM can start from, with an unused tokenizer. Large shapes get only a config: their server
     makes up its weights."""
     folder.mkdir(parents=True)
@@ -70,7 +81,7 @@ def write_model(folder: Path, shape: dict[str, int], device: str, dtype: torch.d
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if shape["hidden_size"] >= 4096:
+    if config_only or shape["hidden_size"] >= 4096:
         config = config_of(shape)
         config.architectures = ["Qwen3ForCausalLM"]
         config.dtype = dtype

@@ -46,6 +46,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--label", default="", help="of the model in the result file; its folder's name when not set"
+    )
+    parser.add_argument("--result", default="teacher_bits", help="beginning of the result file's name")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -67,7 +71,7 @@ def main() -> None:
             )
         rows += found
         save(
-            "teacher_bits", where, rows, options.out
+            options.result, where, rows, options.out
         )  # after each kind, so that an interrupted run keeps the first
 
 
@@ -97,7 +101,7 @@ def compared(bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace) 
             scorer.score(request)  # returns arrays on the host
             seconds[place].append(time.perf_counter() - begun)
     rates = [count / statistics.median(one) for one in seconds]
-    name, peer = f"{Path(options.model).name}, {bits}", f"{options.dtype} weights"
+    name, peer = f"{options.label or Path(options.model).name}, {bits}", f"{options.dtype} weights"
     weights = [bytes_of(one) for one in (small, full)]
     speed, memory = rates[1] / rates[0], weights[0] / weights[1]
     return [
