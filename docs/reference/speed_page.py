@@ -37,6 +37,7 @@ class Section:
 
 SECTIONS = (
     Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
+    Section("The price of determinism = full on a GPU", "determinism-nvidia", "python benchmarks/step.py --determinism", besides="of a step"),
     Section("An update of the student on a GPU", "update-nvidia", "python benchmarks/one_gpu/update_profile.py", besides="of an update"),
     Section("Rows of 32,000 tokens on one GPU", "long_context-nvidia", "python benchmarks/one_gpu/long_context.py TEACHER STUDENT TRAIN.jsonl", besides="of a step"),
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
@@ -48,6 +49,7 @@ SECTIONS = (
     Section("Teacher scoring on a GPU", "scoring-nvidia", "python benchmarks/scoring.py", only="delivered"),
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
     Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout/rollout.py"),
+    Section("Rollouts of a public load on a GPU", "public_load-nvidia", "python benchmarks/rollout/public_load.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
     Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
