@@ -6,7 +6,7 @@
 
 ablations.toml lists the recipes and their cases. OUT/collected.jsonl has one line for each run that has ended: held-out accuracy, and at
 each evaluation the means of the step's metrics since the one before. OUT/grades.jsonl has the KL to the teacher of its last weights
-(`study_grade.py`). The same command goes on where the last one ended: collected runs are left out, a run that was interrupted goes on
+(`study_grade.py`), on answers of one turn; a table with `graded = false` does without. The same command goes on where the last one ended: collected runs are left out, a run that was interrupted goes on
 from its last checkpoint (`understudy resume`), one without a checkpoint from its start. After `--seconds` no run is begun; those under
 way go on to their end. Cases with the same settings share their runs.
 """
@@ -43,6 +43,7 @@ KEPT = {
     "teacher_mass": "actor/distillation/teacher_mass",
     "grad_norm": "actor/grad_norm",
     "staleness": "async/staleness/mean",
+    "turns": "num_turns/mean",
     "step_seconds": "time/step",
 }
 """Metrics of the steps that are collected."""
@@ -60,6 +61,8 @@ class Table:
     """Group → case → its settings."""
     questions: dict[str, str]
     """Group → what it asks."""
+    graded: bool = True
+    """Whether the KL to the teacher is measured, on answers of one turn."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def read_table(file: Path, recipe: str, more: Sequence[str] = ()) -> Table:
             for name, table in groups.items()
         },
         questions={name: table["question"] for name, table in groups.items()},
+        graded=found.get("graded", True),
     )
 
 
@@ -160,7 +164,7 @@ class Study:
         points = points_of(read_lines(folder / "metrics.jsonl"))
         weights = folder / "checkpoints" / f"step-{points[-1]['step']:06d}" / "model.safetensors"
         kept = self._kept / run.name / f"{weights.parent.name}.safetensors"
-        if weights.exists() and not kept.exists():
+        if self._table.graded and weights.exists() and not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
             os.link(weights, kept)
         record = {
@@ -176,8 +180,8 @@ class Study:
         print(f"{run.name}: accuracy " + " ".join(f"{point['accuracy']:.3f}" for point in points), flush=True)
 
     def grader(self) -> subprocess.Popen[bytes] | None:
-        """Measures weights as they appear; none where the recipe has no teacher."""
-        if not load_recipe(self._table.recipe, self._table.settings).teachers:
+        """Measures weights as they appear."""
+        if not self._table.graded or not load_recipe(self._table.recipe, self._table.settings).teachers:
             return None
         (self._kept / "done").unlink(missing_ok=True)
         self._kept.mkdir(parents=True, exist_ok=True)

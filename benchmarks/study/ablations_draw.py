@@ -37,10 +37,22 @@ COLUMNS = {
 ADDED = {
     "tail": {"student_mass": ("student's mass on the K", "{:.3f}")},
     "staleness": {"staleness": ("mean age of rows", "{:.2f}")},
+    "methods": {"turns": ("turns", "{:.2f}")},
+    "schedule": {"turns": ("turns", "{:.2f}"), "staleness": ("mean age of rows", "{:.2f}")},
     "teachers": {"accuracy/add": ("right sums", "{:.1%}"), "accuracy/sort": ("right orders", "{:.1%}")},
 }
 """Of single groups."""
-PANELS = ("topk", "tail", "candidates", "group", "staleness", "temperature", "teachers")
+PANELS = (
+    "topk",
+    "tail",
+    "candidates",
+    "group",
+    "staleness",
+    "temperature",
+    "teachers",
+    "methods",
+    "schedule",
+)
 DETAIL = (("tail", "student_mass"), ("tail", "entropy"))
 LABELS = {
     "accuracy": "accuracy on held-out problems",
@@ -83,7 +95,8 @@ def markdown(table: Table, group: str, cases: Mapping[str, Runs]) -> list[str]:
     columns = {**COLUMNS, **ADDED.get(group, {})}
     steps = list(curve(next(iter(cases.values())), "accuracy"))
     half, end = steps[len(steps) // 2], steps[-1]
-    head = ["", "seeds", f"accuracy after {half} steps, %", f"after {end}", "KL to the teacher"]
+    head = ["", "seeds", f"accuracy after {half} steps, %", f"after {end}"]
+    head += ["KL to the teacher"] if table.graded else []
     head += [label for label, _ in columns.values()]
     lines = [f"**{table.questions[group]}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for case, runs in cases.items():
@@ -93,7 +106,7 @@ def markdown(table: Table, group: str, cases: Mapping[str, Runs]) -> list[str]:
             case,
             str(len(runs)),
             *(_spread(values, 1) for values in shares),
-            _spread(last(runs, "kl"), 3),
+            *([_spread(last(runs, "kl"), 3)] if table.graded else []),
         ]
         for quantity, (_, pattern) in columns.items():
             values = last(runs, quantity)

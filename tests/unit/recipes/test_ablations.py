@@ -17,7 +17,7 @@ CASES = HERE / "ablations.toml"
 GRPO = ROOT / "recipes" / "quickstart" / "methods" / "grpo.toml"
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "qwen"])
+@pytest.mark.parametrize("recipe", ["quickstart", "calculator", "qwen"])
 def test_every_case_is_a_recipe(recipe: str) -> None:
     table = read_table(CASES, recipe)
     runs = runs_of(table, [], [0, 1])

@@ -37,6 +37,11 @@ class Costs:
 
     decode: StepTime
     """Of one engine."""
+    decode_cached: float = 0.0
+    """Seconds that each token in an engine's key-value cache adds to a decode step. When set, `decode` is the
+    step without reading the cache."""
+    prefill_pass: float = 0.0
+    """Seconds of a pass over the prompts of rows that enter an engine together, besides those of their tokens."""
     prefill_token: float = 0.0
     """Seconds per prompt token on one engine, during which its other rows wait. A publish costs rows in
     flight the same."""

@@ -115,7 +115,11 @@ def _balanced(
     length = float(np.mean(work.lengths))
     tokens = length + work.prompt_tokens
     rows = windows.batch_size * work.n
-    engine = length * costs.decode(work.max_batch) / work.max_batch + costs.prefill_token * work.prompt_tokens
+    cached = work.prompt_tokens + length / 2
+    engine = (
+        length * (costs.decode(work.max_batch) / work.max_batch + costs.decode_cached * cached)
+        + costs.prefill_token * work.prompt_tokens
+    )
     need = [
         engine * devices.per_engine,
         costs.update_token * tokens + (costs.update_fixed + costs.publish / windows.sync_every) / rows,

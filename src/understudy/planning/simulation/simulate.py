@@ -39,6 +39,8 @@ class _Engine:
     """Heap of (clock at which the row ends, row)."""
     ended: list[int] = field(default_factory=list)
     """With composed batches: ended rows that wait for the batch's last one."""
+    cached: float = 0.0
+    """Tokens of its rows in the key-value cache, prompts included, at `clock`."""
     active: bool = False
     life: int = 0
     """Counts changes; events planned before the last change are stale."""
@@ -153,8 +155,10 @@ class _Simulation:
             if number not in filled:
                 filled.add(number)
                 self.catch_up(engine)
+                engine.stall += self.costs.prefill_pass
             row = self.queue.popleft()
             heapq.heappush(engine.rows, (engine.clock + float(self.lengths[row]), row))
+            engine.cached += self.work.prompt_tokens
             engine.stall += self.costs.prefill_token * self.work.prompt_tokens
             if count + 1 < self.work.max_batch:
                 heapq.heappush(open_to, (count + 1, number))
@@ -174,7 +178,20 @@ class _Simulation:
         stalled = min(engine.stall, seconds)
         engine.stall -= stalled
         if engine.rows:
-            engine.clock += (seconds - stalled) / self.step_seconds[len(engine.rows)]
+            steps = self.steps_within(engine, seconds - stalled)
+            engine.clock += steps
+            engine.cached += steps * len(engine.rows)
+
+    def seconds_of(self, engine: _Engine, steps: float) -> float:
+        """Seconds of the engine's next decode steps. Every step adds a token of each row to the cache."""
+        rows, per_token = len(engine.rows), self.costs.decode_cached
+        return steps * (self.step_seconds[rows] + per_token * (engine.cached + rows * steps / 2))
+
+    def steps_within(self, engine: _Engine, seconds: float) -> float:
+        """The inverse of `seconds_of`."""
+        rows, per_token = len(engine.rows), self.costs.decode_cached
+        first = self.step_seconds[rows] + per_token * engine.cached
+        return 2 * seconds / (first + math.sqrt(first**2 + 2 * per_token * rows * seconds))
 
     def plan_next_end(self, engine: _Engine) -> None:
         engine.life += 1
@@ -184,7 +201,7 @@ class _Simulation:
         if not engine.rows:
             return
         life, left = engine.life, max(0.0, engine.rows[0][0] - engine.clock)
-        delay = engine.stall + left * self.step_seconds[len(engine.rows)]
+        delay = engine.stall + self.seconds_of(engine, left)
         self.later(self.rollout, delay, lambda: self.row_ends(engine, life))
 
     def row_ends(self, engine: _Engine, life: int) -> None:
@@ -194,7 +211,9 @@ class _Simulation:
         engine.clock = max(engine.clock, engine.rows[0][0])
         before = len(engine.rows)
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-9:
-            engine.ended.append(heapq.heappop(engine.rows)[1])
+            row = heapq.heappop(engine.rows)[1]
+            engine.cached -= self.work.prompt_tokens + float(self.lengths[row])
+            engine.ended.append(row)
         self.now_running(self.running + len(engine.rows) - before)
         if self.work.batching is SimulatedBatching.CONTINUOUS or not engine.rows:
             ended, engine.ended = engine.ended, []
@@ -302,9 +321,7 @@ class _Simulation:
             for engine in self.engines:
                 if engine.rows:
                     self.catch_up(engine)
-                    written = sum(self.lengths[row] - (end - engine.clock) for end, row in engine.rows)
-                    known = written + self.work.prompt_tokens * len(engine.rows)
-                    engine.stall += self.costs.prefill_token * float(known)
+                    engine.stall += self.costs.prefill_token * engine.cached
                     self.plan_next_end(engine)
         self.admit()
         self.train()

@@ -86,6 +86,32 @@ def test_exactly_one_straggler_per_batch_by_hand() -> None:
     assert found.step_seconds == pytest.approx(np.mean(spent[3:6]))
 
 
+def test_steps_read_the_cache_of_the_rows_that_are_left() -> None:
+    """Batches of two rows of 10 or 110 tokens after prompts of 20, by hand: what each step reads grows by the rows
+    in it, and falls by a row's whole cache when the row ends."""
+    costs = Costs(StepTime.affine(0.01), decode_cached=0.0001, prefill_pass=0.25, update_fixed=0.5)
+    work = Work((10, 110), prompt_tokens=20, max_batch=2, n=2)
+    found = simulate(costs, work, sync_windows(1, 6), Split(1, 1, 0))
+    drawn = np.array([10, 110])[np.random.default_rng(0).permutation(12) * 2 // 12]
+
+    def seconds(one: int, two: int) -> float:
+        short, long = sorted((one, two))
+        both, alone = 2 * (20 + short / 2), 20 + (short + long) / 2  # cached tokens, on average over the steps
+        return 0.25 + long * 0.01 + 0.0001 * (short * both + (long - short) * alone) + 0.5
+
+    spent = [seconds(one, two) for one, two in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert found.step_seconds == pytest.approx(np.mean(spent[3:6]))
+
+
+def test_the_cache_is_empty_again_when_its_rows_have_ended() -> None:
+    """A later batch of the same engine takes as long as the first, whichever way the engine takes rows."""
+    costs = Costs(StepTime.affine(0.01), decode_cached=0.0001)
+    for batching in SimulatedBatching:
+        work = Work((50,), prompt_tokens=10, max_batch=4, n=8, batching=batching)
+        found = simulate(costs, work, sync_windows(1, 40), Split(1, 1, 0))
+        assert found.step_seconds == pytest.approx(2 * (50 * 0.01 + 0.0001 * 50 * 4 * 35)), batching
+
+
 def test_few_rows_still_come_from_the_whole_distribution() -> None:
     """24 rows drawn from 1,000 lengths: their mean is the distribution's, not its lower end's."""
     costs = Costs(StepTime.affine(0.01), update_token=1.0)

@@ -28,7 +28,9 @@ from understudy.planning.windows import Windows
 
 _STALENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
 _DEVICE_FLAGS = ("devices", "engine_devices", "replica_devices", "trainer_devices")
-_COST_FLAGS = ("prefill_token", "host_row", "score_token", "update_fixed", "update_token", "publish")
+_COST_FLAGS = (
+    "decode_cached", "prefill_pass", "prefill_token", "host_row", "score_token", "update_fixed", "update_token", "publish",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--decode",
         metavar="ROWS:SECONDS,…",
-        help="one decode step of one engine, for example 1:0.008,256:0.013",
+        help="one decode step of one engine, for example 1:0.008,256:0.013; with --decode-cached, without reading its cache",
     )
     for flag in _COST_FLAGS:
         group.add_argument(_flag(flag), type=float, metavar="SECONDS", help="in place of what was measured")
