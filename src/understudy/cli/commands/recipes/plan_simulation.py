@@ -19,6 +19,7 @@ from understudy.planning.simulation.inputs import (
     Split,
     StepTime,
     Work,
+    enough_steps,
     quantile_lengths,
 )
 from understudy.planning.simulation.phase_times import MeasuredRun, combined, measure
@@ -164,7 +165,7 @@ def _schedules(own: Windows) -> list[tuple[str, Windows]]:
     label = "sync" if own.max_staleness == 0 and own.sync_every == 1 else f"staleness {own.max_staleness:g}"
     others = []
     for staleness in _STALENESS:
-        steps = (12 + 3 * math.ceil(staleness)) * own.sync_every
+        steps = enough_steps(staleness, own.sync_every)
         schedule = replace(own, max_staleness=staleness, steps=steps)
         if staleness != own.max_staleness:
             others.append(("on-policy" if staleness == 0 else f"staleness {staleness:g}", schedule))
