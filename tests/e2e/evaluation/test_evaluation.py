@@ -1,6 +1,7 @@
 """Evaluation inside a run: sampled measures, the best checkpoint, and the commands that use it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,36 @@ def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Pat
     )
     assert float(found["accuracy"]) == pytest.approx(line["val/accuracy"], abs=1e-4)
     assert "pass@2" in found
+
+
+@pytest.mark.parametrize("trouble", ["missing", "damaged"])
+def test_a_model_is_whole_without_the_optimizer_s_state(
+    place: Path, recipe: Make, tmp_path: Path, trouble: str
+) -> None:
+    """`export` and `eval` used to refuse a checkpoint whose weights were whole. A resume does so still."""
+    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    files = sorted((run / "checkpoints").glob("step-*/optimizer.safetensors"))
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        if trouble == "damaged":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
+    for words, folder in ((["--best"], files[0].parent), ([], files[-1].parent)):
+        out = tmp_path / f"model{len(words)}"
+        code, output = call_cli("export", str(run), str(out), *words)
+        assert code == 0, output
+        exported, stored = (load_file(one / "model.safetensors") for one in (out, folder))
+        assert all(exported[name].tobytes() == stored[name].tobytes() for name in stored)
+        code, output = call_cli("eval", str(run), "--samples", "2", *words)
+        assert code == 0, output
+    code, output = call_cli("export", str(run), str(tmp_path / "averaged"), "--averaged")
+    assert code == 2 and "optimizer.safetensors" in output, output
+    code, output = call_cli("resume", str(run), "trainer.steps=7", "--quiet")
+    assert code == 2 and "is whole" in output and "optimizer.safetensors" in output, output
+    (files[-1].parent / "model.safetensors").unlink()
+    code, output = call_cli("export", str(run), str(tmp_path / "earlier"))
+    assert code == 0, output
+    assert "| Steps trained | 4 |" in (tmp_path / "earlier" / "README.md").read_text()
 
 
 def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
