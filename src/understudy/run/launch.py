@@ -325,6 +325,8 @@ async def _attempt(
     try:
         view.phase(f"run directory {run.path}")
         checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
+        if checkpoint and checkpoint.skipped:
+            view.note(f"{'; '.join(checkpoint.skipped)}; going back to step {checkpoint.step}")
         forget_after(run, checkpoint.step if checkpoint else None)
         last_words = partial(_write_state, run, "stopped", "", facts)
         calls = CallbackRunner(callbacks, stop, run.path, recipe.trainer.steps) if callbacks else None

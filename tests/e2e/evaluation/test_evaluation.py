@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,41 @@ def test_a_model_is_whole_without_the_optimizer_s_state(
     code, output = call_cli("export", str(run), str(tmp_path / "earlier"))
     assert code == 0, output
     assert "| Steps trained | 4 |" in (tmp_path / "earlier" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
+    place: Path, recipe: Make, tmp_path: Path
+) -> None:
+    """The newest checkpoint is damaged, and the one before it too once the run has gone back to it. What is left is the best one. The
+    journal cannot return so far, which used to be found after the metrics were cut and the damaged checkpoint was removed."""
+    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    store, lines = CheckpointStore(run / "checkpoints"), read_metrics(run / "metrics.jsonl")
+    best = store.marked("best")
+    damage(run, 6)
+    code, output = run_cli("resume", str(run), fault="sync.after_produce:1")
+    assert code == -signal.SIGKILL and store.steps() == [best, 4], output
+    assert "step-000006 is damaged" in output and "going back to step 4" in output, output
+    content = damage(run, 4)
+    before = (run / "metrics.jsonl").read_bytes()
+    code, output = run_cli("resume", str(run))
+    assert code == 2 and "step-000004 is damaged" in output, output
+    assert f"The one of step {best} is, but the rows after it are deleted" in output, output
+    assert store.steps() == [best, 4] and (run / "metrics.jsonl").read_bytes() == before
+    (run / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(content)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    again = read_metrics(run / "metrics.jsonl")
+    assert list(map(without_clock, again)) == list(map(without_clock, lines))
+
+
+def damage(run: Path, step: int) -> bytes:
+    """Changes a byte of a checkpoint's weights; returns what they were."""
+    file = run / "checkpoints" / f"step-{step:06d}" / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
+    return content
 
 
 def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
