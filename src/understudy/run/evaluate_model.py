@@ -162,7 +162,8 @@ def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> L
     student = student.reading(media, subject.name, subject.student.revision if subject.student else None)
     if subject.run:
         store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
-        put_student(student.model, store.load(best_step(store) if best else None).policy)
+        checkpoint = store.load(best_step(store) if best else None, optimizer=False)
+        put_student(student.model, checkpoint.policy)
     return student
 
 
