@@ -164,11 +164,11 @@ def teacher_prompts_of(
     """The prompts that teachers read instead of the student's. `others`: tokenizers of teachers that have another.
     `stack` closes what their tools opened."""
     own = own_prompts(teachers)
-    renderer, *renderers = (
-        Renderer(one, context=_NO_LIMIT, reserve=0, template_options=rollout.for_templates)
-        for one in (tokenizer, *others.values())
-    )
-    theirs = dict(zip(others, renderers, strict=True))
+    unlimited = partial(Renderer, context=_NO_LIMIT, reserve=0)
+    renderer = unlimited(tokenizer, template_options=rollout.for_templates)
+    theirs = {
+        name: unlimited(one, template_options=rollout.for_other_tokenizers) for name, one in others.items()
+    }
     if not own and not theirs:
         return TeacherPrompts(own, renderer, lambda prompt: None, usable)
     loops = LoopChoice(rollout.agent, rollout.agent_options)

@@ -107,7 +107,7 @@ class Renderer:
         Those of an earlier call are dropped."""
         self._ready = {}
         chats = [prompt for prompt in prompts if prompt.text is None and not prompt.columns.get("tools")]
-        if not chats or self.pictures is not None or not getattr(self.tokenizer, "chat_template", None):
+        if not chats or self.pictures is not None or not has_template(self.tokenizer, self._template_options):
             return
         try:
             with within(), on_day(self._day):
@@ -153,7 +153,7 @@ class Renderer:
     def _apply_template(
         self, key: str, messages: Sequence[Mapping[str, Any]], *, tools: Any, generate: bool
     ) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not has_template(self.tokenizer, self._template_options):
             raise DataError(
                 f"prompt {key} is a chat, but the student's tokenizer has no chat template; "
                 "give rows a plain `prompt`, or use an instruction-tuned student"
@@ -245,10 +245,15 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {int(number) for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
 
 
+def has_template(tokenizer: Any, template_options: Mapping[str, Any]) -> bool:
+    """Whether chats can be rendered: the tokenizer has a template, or the recipe gives one."""
+    return bool(getattr(tokenizer, "chat_template", None) or template_options.get("chat_template"))
+
+
 def turn_end(tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> int | None:
     """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
     eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer, template_options or {}):
         return eos
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
     try:
