@@ -67,7 +67,7 @@ class Renderer:
     @cached_property
     def turn_end(self) -> int | None:
         """The id that ends an assistant's turn in a chat."""
-        return turn_end(self.tokenizer, self._template_options)
+        return turn_end(self.tokenizer, {**self._template_options, NOW: self._day})
 
     def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
         """int32 [T]: the tokens of this prompt, up to where the student's answer starts.
@@ -81,7 +81,7 @@ class Renderer:
         if prompt.text is not None:
             ids = self._tokenize(prompt.key, self._with_literals(prompt.text), special=True)
         else:
-            tools = tools or prompt.columns.get("tools") or None
+            tools = shown_tools(prompt, tools)
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
             ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:
@@ -127,16 +127,24 @@ class Renderer:
     def _limit_of(self, prompt: Prompt) -> int:
         return self._limit if prompt.max_tokens is None else min(self._limit, prompt.max_tokens)
 
-    def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
+    def after_turn(
+        self,
+        key: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> np.ndarray:
         """int32 [T]: the tokens between the student's turn and its next one, with `messages` in between.
 
         `ended`: the student wrote its own end-of-turn token, so the template's is left out; the rest of the
-        separator stays. Method: render a conversation in which the assistant's message is a marker, and take
-        everything after the marker. The tokens of the turn itself are never changed.
+        separator stays. `tools`: the schemas that the prompt showed, because a tokenizer may have another
+        template for chats with tools. Method: render a conversation in which the assistant's message is a
+        marker, and take everything after the marker. The tokens of the turn itself are never changed.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
         media = self._media(key, messages)
-        text = self._apply_template(key, chat, tools=None, generate=True)
+        text = self._apply_template(key, chat, tools=tools or None, generate=True)
         if _MARKER not in text:
             raise DataError(
                 f"prompt {key}: the chat template leaves out what the assistant says before {messages[0].get('role')} messages"
@@ -236,6 +244,13 @@ class Renderer:
         return pieces
 
 
+def shown_tools(
+    prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Sequence[Mapping[str, Any]] | None:
+    """The function schemas that a prompt shows: the given ones, else those of the row; None: no tools."""
+    return tools or prompt.columns.get("tools") or None
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """The ids of all special tokens. `all_special_ids` lacks those without a name, such as Gemma 3's `<end_of_turn>`."""
     try:
@@ -253,13 +268,14 @@ def has_template(tokenizer: Any, template_options: Mapping[str, Any]) -> bool:
 def turn_end(tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> int | None:
     """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
     eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    if not has_template(tokenizer, template_options or {}):
+    options = dict(template_options or {})
+    if not has_template(tokenizer, options):
         return eos
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
     try:
         bound_chat_templates()
-        with within():
-            text = tokenizer.apply_chat_template(chat, tokenize=False, **(template_options or {}))
+        with within(), on_day(options.pop(NOW, None)):
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **options)
     except Exception:  # a template is a program: it may raise anything
         return eos
     _, shown, after = str(text).rpartition(_MARKER)
