@@ -282,3 +282,15 @@ def turn_end(tokenizer: Any, template_options: Mapping[str, Any] | None = None) 
     written = tokenizer(after if shown else "", add_special_tokens=False)["input_ids"]
     special = special_ids(tokenizer)
     return next((int(one) for one in written if one in special), eos)
+
+
+def answer_end(tokenizer: Any, stop_ids: Sequence[int], written: int | None = None) -> int:
+    """The id with which an answer ends that the student did not write itself: a given one, or one to be taught.
+
+    `written`: in a chat, what its template writes after a turn (`turn_end`), taken if generation stops at it.
+    Else, and after plain text, the tokenizer's eos, or one of `stop_ids`.
+    """
+    own = tokenizer.eos_token_id
+    if written is not None and written in stop_ids:
+        return int(written)
+    return int(own) if own in stop_ids or not stop_ids else int(stop_ids[0])
