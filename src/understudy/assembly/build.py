@@ -208,7 +208,7 @@ async def build(
                 router_of(settings.teachers, teachers.pools),
                 teacher_queues(teachers.pools, settings.compute.deterministic),
                 inputs.teacher_prompts,
-                aligners_of(inputs.student, inputs.others, inputs.vocabularies.usable),
+                aligners_of(recipe.rollout, inputs.student, inputs.others, inputs.vocabularies.usable),
                 partial(manifests_of, teachers.pools),
                 None if self_teachers is None else self_teachers.gate,
             ),
