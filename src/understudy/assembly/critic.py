@@ -61,7 +61,7 @@ class StartingCritic:
         self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
         stack.push_async_callback(self._end)
 
-    async def arrived(self, on_bad_rows: BadRows, view: LiveView) -> RemoteCritic:
+    async def ready(self, on_bad_rows: BadRows, view: LiveView) -> RemoteCritic:
         """The client of the critic, once its process is ready.
 
         If the critic is lost later, the calling task is cancelled and the stack raises the reason."""
