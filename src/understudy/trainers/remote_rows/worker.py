@@ -38,7 +38,6 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
 from understudy.rollout.workers.messages import Setup
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.supervisor import connect_native
 from understudy.trainers.produce.failures import reason_of, timed
@@ -202,18 +201,7 @@ def client_of(address: wire.ReplicaAddress, media: MediaStore | None = None) -> 
     endpoint = Endpoint(address.url, address.token)
     if address.external is None:
         return connect_native(address.teacher, address.replica, endpoint, address.usable, media)
-    told = address.external
-    connect = connect_external(
-        told.vocab_size,
-        told.vocab_fingerprint,
-        told.model,
-        Backend(told.backend),
-        usable=address.usable,
-        k=told.k,
-        media=media,
-        batching=told.batching,
-        aligned=told.aligned,
-    )
+    connect = address.external.connect(address.usable, media)
     return connect(address.teacher, address.replica, endpoint)
 
 
