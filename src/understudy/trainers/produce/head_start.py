@@ -35,7 +35,7 @@ class HeadStartTrigger:
         self._learner, self._policy, self._missing = learner, policy, samples
         self._rows: list[Trajectory] = []
 
-    def saw(self, rows: Sequence[Output]) -> None:
+    def add(self, rows: Sequence[Output]) -> None:
         """Called with all outputs of one sample."""
         here = [None if isinstance(row, FailedOutput) else row.here for row in rows]
         found = [row for row in here if row is not None]

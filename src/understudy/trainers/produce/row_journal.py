@@ -36,7 +36,7 @@ class _Sample:
     """A sample whose rows wait to be written, and the future of its `put`."""
 
     write: Callable[[], RowsToWrite]
-    safe: asyncio.Future[None]
+    durable: asyncio.Future[None]
 
 
 class RowJournal:
@@ -57,7 +57,7 @@ class RowJournal:
         self._open.append(sample)
         if len(self._open) == 1:
             asyncio.get_running_loop().call_soon(self._begin)
-        return sample.safe
+        return sample.durable
 
     def _begin(self) -> None:
         samples, self._open = self._open, []
@@ -72,16 +72,16 @@ class RowJournal:
                 written.append((sample, sample.write()))
             except Exception as error:  # fails this sample only
                 _settle(sample, error)
-        trouble: BaseException | None = None
+        failure: BaseException | None = None
         try:
             await self._put([one for _, one in written])
         except BaseException as error:
-            trouble = error
+            failure = error
             if not isinstance(error, Exception):
                 raise
         finally:
             for sample, _ in written:
-                _settle(sample, trouble)
+                _settle(sample, failure)
 
     async def _put(self, written: Sequence[RowsToWrite]) -> None:
         rows = {key: columns for one in written for key, columns in one.rows.items()}
@@ -108,10 +108,10 @@ class RowJournal:
                 )
 
 
-def _settle(sample: _Sample, trouble: BaseException | None) -> None:
-    if sample.safe.done():  # the waiting task was cancelled
+def _settle(sample: _Sample, failure: BaseException | None) -> None:
+    if sample.durable.done():  # the waiting task was cancelled
         return
-    if trouble is None:
-        sample.safe.set_result(None)
+    if failure is None:
+        sample.durable.set_result(None)
     else:
-        sample.safe.set_exception(trouble)
+        sample.durable.set_exception(failure)

@@ -40,7 +40,7 @@ from understudy.rollout.workers.messages import Setup
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.supervisor import connect_native
-from understudy.trainers.produce.failures import reason_of, timed
+from understudy.trainers.produce.failures import as_timeout, reason_of
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, rollout_columns, score_columns, storable
 from understudy.types.prompt import Prompt
@@ -121,7 +121,7 @@ class RemoteRowHandler:
                 return storable(await self._rewards.score(prompt, trajectory))
         except Exception as error:
             what = f"reward {self._rewards.names} timed out: {trajectory.key}"
-            raise timed(error, clock, what, self._deadline_seconds) from error
+            raise as_timeout(error, clock, what, self._deadline_seconds) from error
 
     async def score(self, body: bytes, segment: int | None) -> bytes:
         order = wire.decode_order(body)
