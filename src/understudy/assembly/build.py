@@ -232,7 +232,7 @@ async def _inputs(launch: _Launch, data: PromptData | None) -> _Inputs:
     with view.work(f"loading the student {recipe.student.model}"):
         student = await asyncio.to_thread(load_source, settings.student)
         pictures = MediaStore(launch.run.media.absolute())
-        student = student.reading(pictures, settings.student.model, settings.student.revision)
+        student = student.with_pictures(pictures, settings.student.model, settings.student.revision)
     vocabularies = await find_usable_ids(
         settings.student,
         student,

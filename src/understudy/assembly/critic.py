@@ -120,5 +120,5 @@ def reference_of(
     """The frozen reference model of a run with `loss.kl_coef`. `media`: the run's pictures."""
     loaded = load_source(source)
     if media is not None:
-        loaded = loaded.reading(media, source.model, source.revision)
+        loaded = loaded.with_pictures(media, source.model, source.revision)
     return ReferenceModel(loaded.model, lanes, usable, loaded.pictures)

@@ -159,7 +159,9 @@ class _Settings:
 def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
     with view.work(f"loading {subject.name}"):
         student = _student_of(subject.student) if subject.student else load_model(subject.name)
-    student = student.reading(media, subject.name, subject.student.revision if subject.student else None)
+    student = student.with_pictures(
+        media, subject.name, subject.student.revision if subject.student else None
+    )
     if subject.run:
         store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)

@@ -66,7 +66,7 @@ def _learner(
             critic.policy.load_state(critic_state(checkpoint.policy))
         return critic.policy, critic.objective
     source = settings.student
-    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
+    student = load_source(source).with_pictures(MediaStore(run.media), source.model, source.revision)
     own = policy_settings(settings.learn, kept_usable_ids(run))
     policy = Policy(student.model, own, pictures=student.pictures)
     if checkpoint is not None:

@@ -44,7 +44,7 @@ def run(process: Process) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank_gpu(options.rank, settings.student.device))
     source = settings.student
-    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
+    student = load_source(source).with_pictures(MediaStore(run.media), source.model, source.revision)
     joining_file(options.coordination, options.rank).touch()
     group = join_at(options.rank, options.size, options.rendezvous, student.device)
     try:
