@@ -118,9 +118,9 @@ class LocalTeachers:
         ]
         return all(child is not None and child.alive for child in children)
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         """The last log lines of rank 0, which answers HTTP. The other ranks end with it."""
-        return self._processes.last_words(self._process(replica, 0))
+        return self._processes.end_of_log(self._process(replica, 0))
 
     def forget(self, replica: str) -> None:
         """Frees the GPUs of a replica that was removed."""
@@ -219,8 +219,8 @@ class EngineTeachers:
         newest = self._engine.process_of(self._engine.hosts[int(replica)])
         return process is not None and process is newest and process.alive
 
-    def last_words(self, replica: str) -> str:
-        return self._processes.last_words(process_name(self._engine.hosts[int(replica)]))
+    def end_of_log(self, replica: str) -> str:
+        return self._processes.end_of_log(process_name(self._engine.hosts[int(replica)]))
 
     def forget(self, replica: str) -> None:
         self.endpoints.pop(replica, None)
@@ -266,8 +266,8 @@ class VLLMTeachers:
         child = self._processes.children.get(self._process(replica))
         return child is not None and child.alive
 
-    def last_words(self, replica: str) -> str:
-        return self._processes.last_words(self._process(replica))
+    def end_of_log(self, replica: str) -> str:
+        return self._processes.end_of_log(self._process(replica))
 
     def forget(self, replica: str) -> None:
         """Frees the GPUs of a replica that was removed."""

@@ -392,7 +392,7 @@ class ReplicaSupervisor:
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
         said = replica.health.last_reason
-        if self._launcher is not None and (words := self._launcher.last_words(replica.name)):
+        if self._launcher is not None and (words := self._launcher.end_of_log(replica.name)):
             said = said if words in said else f"{words}\n{said}"
         times = f"given up after {many(replica.restart_count.in_vain, 'restart')} in a row (cluster.restarts.teacher)"
         replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"

@@ -111,7 +111,7 @@ class BaseTeacher:
     def alive(self, replica: str) -> bool:
         return self._open is not None
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         return ""
 
     def forget(self, replica: str) -> None:

@@ -166,7 +166,7 @@ def test_recorded_steps_are_forgotten_when_a_weight_moves(student: LoadedModel) 
     with torch.no_grad():
         weight.mul_(2.0)
     publish(1)
-    assert pool._steps, "decoding into a weight leaves it where it is"
+    assert pool._steps, "writing into a weight leaves it where it is"
     weight.data = weight.data.clone()
     publish(2)
     assert not pool._steps, "a graph would have read the memory it lay in before"
