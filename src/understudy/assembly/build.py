@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import products_of_lanes, rare_collection, steady_torch
+from understudy.assembly.cpu_threads import onednn_off_if_resolved, raised_gc_threshold, set_up_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
@@ -71,7 +71,7 @@ from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.reference import ReferenceModel
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.cursor import PromptCursor
-from understudy.rollout.loading import look_in
+from understudy.rollout.loading import set_python_path
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.teacher_prompts import TeacherPrompts
@@ -197,13 +197,13 @@ async def _prepare(
     recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, stack: AsyncExitStack
 ) -> _Launch:
     """Sets this process up for the recipe and connects to the cluster; says where each role is placed."""
-    look_in(recipe.run.python_path)
+    set_python_path(recipe.run.python_path)
     gpus = gpu_names()
     settings = resolve(recipe, len(gpus))
-    steady_torch(settings.compute)
-    stack.enter_context(products_of_lanes(settings.compute))
+    set_up_torch(settings.compute)
+    stack.enter_context(onednn_off_if_resolved(settings.compute))
     if settings.compute.device == "cpu":
-        stack.enter_context(rare_collection())
+        stack.enter_context(raised_gc_threshold())
     clustered = recipe.cluster.backend != "local"
     if clustered:
         view.phase(f"connecting to {recipe.cluster.backend}")

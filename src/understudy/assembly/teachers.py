@@ -251,7 +251,7 @@ def _launcher(launch: _Launch, name: str, teacher: TeacherConfig, place: int) ->
         assert isinstance(launch.engine, HostedEngine)
         return EngineTeachers(processes, name, launch.engine, place)
     if teacher.starts_vllm:
-        k = launch.settings.teachers_choose
+        k = launch.settings.topk
         return VLLMTeachers(processes, name, teacher, batching, launch.token, launch.seats, k, student.family)
     launcher = LocalTeachers(processes, name, teacher, batching, launch.token, launch.seats)
     if teacher.follows_student:
@@ -313,7 +313,7 @@ def _server(launch: _Launch, name: str, teacher: TeacherConfig, usable: UsableId
         vocabulary.fingerprint,
         teacher.model,
         teacher.backend,
-        launch.settings.teachers_choose,
+        launch.settings.topk,
         aligned=name in student.aligned,
     )
     if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to

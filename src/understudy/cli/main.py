@@ -55,9 +55,9 @@ def program() -> int:
         faulthandler.enable(file=2)  # a crash in native code writes the Python stacks to stderr
     survive_closed_terminal()
     code = main()
-    from understudy.run.entry import leave_soon
+    from understudy.run.entry import exit_soon
 
-    leave_soon(code, whatever_runs=code == INTERRUPTED)
+    exit_soon(code, always=code == INTERRUPTED)
     return code
 
 

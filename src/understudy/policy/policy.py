@@ -136,21 +136,23 @@ class Policy:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
-    def can_get_ahead(self) -> bool:
-        """On a CPU, where waiting for teachers is idle time, and on one rank, because several would have to
-        agree."""
+    def can_head_start(self) -> bool:
+        """Whether `begin_head_start` may be called: on a CPU, where waiting for teachers is idle time, and on one
+        rank, because several would have to agree."""
         return self.device.type == "cpu" and self.ranks.size == 1
 
-    def get_ahead(self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192) -> None:
+    def begin_head_start(
+        self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192
+    ) -> None:
         """Starts the first forward pass of the next update on a thread of its own and returns at once
         (`head_start.py`). `rows` is called on that thread and returns the update's batch as far as it is
         known: only tokens and loss mask are read. Until it is taken, a head start holds as much memory as a
         micro-batch in training."""
-        if not self.can_get_ahead:
+        if not self.can_head_start:
             raise PolicyError("a head start is for a student on a CPU, on one rank")
-        self._head_starts.begin(partial(self._read_ahead, rows, max_tokens_per_microbatch))
+        self._head_starts.begin(partial(self._compute_head_start, rows, max_tokens_per_microbatch))
 
-    def _read_ahead(self, rows: Callable[[], Batch | None], max_tokens: int) -> HeadStart:
+    def _compute_head_start(self, rows: Callable[[], Batch | None], max_tokens: int) -> HeadStart:
         started = time.perf_counter()
         batch = rows()
         if batch is None:

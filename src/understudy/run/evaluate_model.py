@@ -34,7 +34,7 @@ from understudy.planning.overlong import prompt_limits
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loading import look_in
+from understudy.rollout.loading import set_python_path
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Reward, Rewards, load_reward
 from understudy.rollout.row_length import longest_row
@@ -109,7 +109,7 @@ class _Subject:
         """Also makes modules of the run and of the working directory importable, for rewards and agent loops."""
         folder, here = Path(model), str(Path.cwd())
         if not (folder / "recipe.json").is_file():
-            look_in([here])
+            set_python_path([here])
             return cls(model)
         run = RunDir.open(folder)
         table = run.read_recipe()
@@ -117,7 +117,7 @@ class _Subject:
         recipe = parse_recipe(stored(table))
         student = recipe.student
         check_present(student.model, "student.model", student.revision)
-        look_in([*recipe.run.python_path, here])
+        set_python_path([*recipe.run.python_path, here])
         return cls(student.model, run, student, recipe.data, recipe.rollout, recipe.trainer, recipe.run.seed)
 
 

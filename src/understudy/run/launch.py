@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from understudy.assembly.backends import lasting, processes_of
+from understudy.assembly.backends import own_ray_cluster, processes_of
 from understudy.assembly.build import build
 from understudy.assembly.this_machine import gpu_names
 from understudy.config import Recipe
@@ -199,7 +199,7 @@ async def _train(
     facts: dict[str, object] = {"objective": describe(recipe.loss).name}
     try:
         with (
-            lasting(recipe.cluster),
+            own_ray_cluster(recipe.cluster),
             LiveView(recipe.trainer.steps, enabled=progress) as view,
             Interrupts(view.note) as stop,
         ):

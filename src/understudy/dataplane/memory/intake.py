@@ -46,7 +46,7 @@ class Intake:
         part = store.partition(partition)
         still = _unknown(part, new)  # another call may have issued them while this one waited
         store.admission.leave(len(new) - len(still))
-        store.touched(part, [store.issue(part, key, step, given.get(key), group) for key in still])
+        store.touch(part, [store.issue(part, key, step, given.get(key), group) for key in still])
         await store.journal.durable()
         return tuple(still)
 
@@ -116,7 +116,7 @@ class Intake:
             written.append(row)
         if room:
             store.admission.leave(room)
-        store.touched(part, written)
+        store.touch(part, written)
         if part.filter is not None:
             store.filter_complete(part, written)
 
@@ -159,7 +159,7 @@ class Intake:
         rows = [store.row(part, key) for key in given]
         for row in rows:
             store.tag(row, given[row.key])
-        store.touched(part, rows)
+        store.touch(part, rows)
         store.filter_complete(part, rows)
         await store.journal.durable()
 

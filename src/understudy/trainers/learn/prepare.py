@@ -66,7 +66,7 @@ def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
 def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
     """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
     answers have no behaviour policy: their weights are 1 and no loss reads them."""
-    drawn = Drawn(batch)
+    drawn = StudentTokens(batch)
     old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
     metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
     settings = correction_settings(loss)
@@ -74,7 +74,7 @@ def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef,
         return batch, metrics
     weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
     metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
-    return batch.with_columns(importance=drawn.spread(weights_N, elsewhere=1.0)), metrics
+    return batch.with_columns(importance=drawn.as_column(weights_N, elsewhere=1.0)), metrics
 
 
 def behaviour_of(batch: BatchRef) -> torch.Tensor:
@@ -83,7 +83,7 @@ def behaviour_of(batch: BatchRef) -> torch.Tensor:
     return here.behaviour_logprobs.values[here.loss_mask.values]
 
 
-class Drawn:
+class StudentTokens:
     """The rows of a batch that the student wrote, and their loss-bearing tokens."""
 
     def __init__(self, batch: BatchRef) -> None:
@@ -96,15 +96,15 @@ class Drawn:
         self.tokens = drawn_B.repeat_interleave(lengths)
         """bool [N]: among the loss-bearing tokens of the whole batch."""
 
-    def spread(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
-        """Values of these rows' tokens as a column of the whole batch."""
+    def as_column(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
+        """Values of these tokens as a column of the whole batch, with `elsewhere` at all other tokens."""
         whole_N = values.new_full((len(self.tokens),), elsewhere)
         whole_N[self.tokens] = values
         return Jagged(whole_N, self._offsets)
 
 
-TOLD_AFTER = 3
-"""Steps without any advantage after which the user is told."""
+NOTE_AFTER_STEPS = 3
+"""Steps without any advantage after which the user gets a note."""
 
 
 @dataclass
@@ -126,6 +126,8 @@ class Prepared:
 
 
 def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
+    """Adds to a batch what its updates need: importance weights, reference logprobs, values, advantages.
+    `updates`: how many optimizer steps it is split into."""
     loss, rollout = learner.settings.loss, learner.settings.rollout
     ready = Prepared(batch)
     values = None
@@ -159,11 +161,11 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
             ready.batch, loss.advantage, penalty_N=penalty, gamma=loss.gamma, lam=loss.lam
         )
         _reward_metrics(ready, penalty)
-        _tell_of_no_advantage(learner, ready)
+        _note_missing_advantage(learner, ready)
     return ready
 
 
-def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
+def _note_missing_advantage(learner: Learner, ready: Prepared) -> None:
     """Notes once that the first steps of a launch had no advantage, so that the task term changes no
     weight."""
     so_far, advantages = learner.state.tally.steps_without_advantage, ready.batch.advantages
@@ -173,7 +175,7 @@ def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
         learner.state.tally.steps_without_advantage = None
         return
     learner.state.tally.steps_without_advantage = so_far + 1
-    if so_far + 1 == TOLD_AFTER:
+    if so_far + 1 == NOTE_AFTER_STEPS:
         learner.state.tally.steps_without_advantage = None
         rewards = sorted(set(ready.batch.rewards))
         found = (
@@ -182,7 +184,7 @@ def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
             else "all sessions of each prompt have the same one"
         )
         learner.state.view.note(
-            f"rewards gave no advantage in {TOLD_AFTER} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
+            f"rewards gave no advantage in {NOTE_AFTER_STEPS} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
             "for these rows?"
         )
 
@@ -200,9 +202,9 @@ def with_advantages(
 
     `penalty_N` (KL to a reference) is subtracted from the reward of each token. `gae` also sets `returns`.
     """
-    drawn = Drawn(batch)
+    drawn = StudentTokens(batch)
     if not drawn.rows:
-        return batch.with_columns(advantages=drawn.spread(torch.empty(0)))
+        return batch.with_columns(advantages=drawn.as_column(torch.empty(0)))
     rewards_B = torch.tensor([batch.rewards[row] for row in drawn.rows])
     lengths_B = drawn.lengths
     penalty_N = None if penalty_N is None else penalty_N[drawn.tokens]
@@ -211,18 +213,20 @@ def with_advantages(
             rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(lengths_B)])
         groups_B = [split_key(batch.keys[row])[0] for row in drawn.rows]
         advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
-        return batch.with_columns(advantages=drawn.spread(advantages_N))
+        return batch.with_columns(advantages=drawn.as_column(advantages_N))
     if not bool(torch.isfinite(rewards_B).all()):
         raise LossInputError("a row has no finite reward; a failed reward must be dropped, not averaged.")
     rewards_N = reward_at_end(rewards_B, lengths_B)
     if penalty_N is not None:
         rewards_N = rewards_N - penalty_N
     if kind == "reinforce++":
-        return batch.with_columns(advantages=drawn.spread(reinforce_plus_plus(rewards_N, lengths_B, gamma)))
+        return batch.with_columns(
+            advantages=drawn.as_column(reinforce_plus_plus(rewards_N, lengths_B, gamma))
+        )
     if batch.values is None:
         raise LossInputError("advantage = 'gae' needs the critic's values, which are missing.")
     advantages_N, returns_N = gae(rewards_N, batch.values.values[drawn.tokens], lengths_B, gamma, lam)
-    return batch.with_columns(advantages=drawn.spread(advantages_N), returns=drawn.spread(returns_N))
+    return batch.with_columns(advantages=drawn.as_column(advantages_N), returns=drawn.as_column(returns_N))
 
 
 def penalised(
@@ -257,7 +261,7 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
         return None
     own_N = behaviour_of(ready.batch) if ready.old_logprobs is None else ready.old_logprobs.values
     estimate_N = estimate(kind.removesuffix("+"), own_N, known.values)
-    drawn_N = Drawn(ready.batch).tokens
+    drawn_N = StudentTokens(ready.batch).tokens
     ready.metrics["actor/reward_kl_penalty"] = float(estimate_N[drawn_N].mean()) if drawn_N.any() else 0.0
     ready.metrics["actor/reward_kl_penalty_coeff"] = coef
     return coef * estimate_N
@@ -266,7 +270,7 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
 def _reward_metrics(ready: Prepared, penalty_N: torch.Tensor | None) -> None:
     """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per
     token; of the rows that the student wrote."""
-    batch, drawn = ready.batch, Drawn(ready.batch)
+    batch, drawn = ready.batch, StudentTokens(ready.batch)
     if not drawn.rows:
         return
     assert batch.advantages is not None

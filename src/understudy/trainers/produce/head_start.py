@@ -44,7 +44,7 @@ class HeadStartTrigger:
         self._rows += found
         self._missing -= 1
         if not self._missing and self._rows:
-            self._policy.get_ahead(self._first_rows, self._learner.micro_batches.tokens)
+            self._policy.begin_head_start(self._first_rows, self._learner.micro_batches.tokens)
 
     def _first_rows(self) -> Batch | None:
         """The rows of the step's first update, as far as they are known."""
@@ -67,7 +67,7 @@ def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
         and not settings.rollout.filter_groups
         and _cores() > 1
     )
-    if not useful or not isinstance(policy, Policy) or not policy.can_get_ahead:
+    if not useful or not isinstance(policy, Policy) or not policy.can_head_start:
         return None
     return HeadStartTrigger(learner, policy, samples)
 
