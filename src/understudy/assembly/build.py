@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import onednn_off_if_resolved, raised_gc_threshold, set_up_torch
+from understudy.assembly.cpu_threads import onednn_as_resolved, raised_gc_threshold, set_up_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
@@ -201,7 +201,7 @@ async def _prepare(
     gpus = gpu_names()
     settings = resolve(recipe, len(gpus))
     set_up_torch(settings.compute)
-    stack.enter_context(onednn_off_if_resolved(settings.compute))
+    stack.enter_context(onednn_as_resolved(settings.compute))
     if settings.compute.device == "cpu":
         stack.enter_context(raised_gc_threshold())
     clustered = recipe.cluster.backend != "local"

@@ -41,7 +41,7 @@ def raised_gc_threshold() -> Iterator[None]:
 
 
 @contextmanager
-def onednn_off_if_resolved(compute: Compute) -> Iterator[None]:
+def onednn_as_resolved(compute: Compute) -> Iterator[None]:
     """Disables oneDNN in the block if `compute.without_onednn` is set: for some students that train in lanes.
 
     On ARM torch passes a product with a transposed weight to oneDNN. Each call then takes a third of a

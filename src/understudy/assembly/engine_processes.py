@@ -20,7 +20,7 @@ from understudy.nn.pretrained import AUTO
 from understudy.planning.resolved import EngineSettings, ScoredBase
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.manifest import RequestBatching
-from understudy.teacher.replica.in_process import BaseReplica
+from understudy.teacher.replica.in_process import LoraBaseReplica
 from understudy.trainers.models import LoadedModel
 from understudy.weights.snapshots import Snapshots
 
@@ -151,5 +151,5 @@ async def hosts_of(
 
 def _scoring(base: ScoredBase, deterministic: bool) -> EngineBase:
     batching = RequestBatching.BY_REQUEST if deterministic else RequestBatching.BY_ARRIVAL
-    replicas = [BaseReplica.of(name, teacher, batching) for name, teacher in base.teachers.items()]
+    replicas = [LoraBaseReplica.of(name, teacher, batching) for name, teacher in base.teachers.items()]
     return EngineBase(replicas, base.targets, base.freeze_vision)

@@ -46,7 +46,7 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
-from understudy.teacher.replica.in_process import BaseReplica, BaseTeacher
+from understudy.teacher.replica.in_process import LoraBaseReplica, LoraBaseTeacher
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.vocabulary import Vocabulary
@@ -120,7 +120,7 @@ class StudentFacts:
         return None if self.pictures is None else self.pictures.store
 
 
-TeacherLauncher = LocalTeachers | VLLMTeachers | BaseTeacher | EngineTeachers
+TeacherLauncher = LocalTeachers | VLLMTeachers | LoraBaseTeacher | EngineTeachers
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _launcher(launch: _Launch, name: str, teacher: TeacherConfig, place: int) ->
     processes, student, batching = launch.processes, launch.student, launch.batching
     if teacher.placement == "trainer":
         assert student.base is not None
-        return BaseTeacher(BaseReplica.of(name, teacher, batching), launch.token, student.base)
+        return LoraBaseTeacher(LoraBaseReplica.of(name, teacher, batching), launch.token, student.base)
     if teacher.placement == "engine":
         assert isinstance(launch.engine, HostedEngine)
         return EngineTeachers(processes, name, launch.engine, place)

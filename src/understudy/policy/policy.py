@@ -199,7 +199,7 @@ class Policy:
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, (row_losses, row_distill) = float(sums[0]), sums[1:].view(2, -1).tolist()
-                self.optimizer.check_reach(() if assembler.show_pictures(plan.rows()) else self._vision)
+                self.optimizer.check_reach(() if assembler.any_pictures(plan.rows()) else self._vision)
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise refusal(self, assembler, objective, rows, loss, grad_norm)
@@ -387,7 +387,7 @@ class Policy:
     ) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
         if self.lanes.count > 1:
-            return self._accumulate_side_by_side(assembler, plan, objective, head_start, watch)
+            return self._accumulate_in_lanes(assembler, plan, objective, head_start, watch)
         outputs = []
         micros = assembler.cut_ahead(plan.passes(), self.layout, self.device)
         for place, (micro, counted) in enumerate(micros):
@@ -401,7 +401,7 @@ class Policy:
                 outputs.append(without_graph(output, loss))
         return outputs
 
-    def _accumulate_side_by_side(
+    def _accumulate_in_lanes(
         self,
         assembler: Assembler,
         plan: Plan,
@@ -409,7 +409,7 @@ class Policy:
         head_start: HeadStart | None,
         watch: TokenWatch | None,
     ) -> list[LossOutput]:
-        """The same on several threads: each pass keeps its own gradients, and they are added up in the
+        """`accumulate` on several threads: each pass keeps its own gradients, and they are added up in the
         plan's order."""
         weights = list(self.optimizer.weights.values())
 

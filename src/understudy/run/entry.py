@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from understudy.cluster import fork_server
 from understudy.config import ClusterConfig, TeacherConfig
 from understudy.run.own_thread import OwnThread, inside_a_running_loop
-from understudy.trainers.early_interrupt import hand_over, remembered
+from understudy.trainers.early_interrupt import give_back_sigint, remembering_interrupts
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def early_fork_server(cluster: ClusterConfig, teachers: Mapping[str, TeacherConf
     """The fork server for the native replicas that this run will start on this machine, if there are any. An
     interrupt while the block imports its modules ends it when the run would start."""
     own = [teacher for teacher in teachers.values() if not teacher.urls and not teacher.starts_vllm]
-    with remembered():
+    with remembering_interrupts():
         if cluster.backend != "local" or not own:
             yield
             return
@@ -50,7 +50,7 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
 
     Inside a running event loop, `work` runs on a new thread."""
     try:
-        hand_over()
+        give_back_sigint()
     except KeyboardInterrupt:
         work.close()
         raise

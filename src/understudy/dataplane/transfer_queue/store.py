@@ -242,7 +242,7 @@ class QueueIntake(Intake):
             store.check()
             if store.leases.epoch != epoch:
                 raise DataPlaneError("the plane was rewound while these rows were on their way")
-            self._look(part, frames, lease)
+            self._check_writer(part, frames, lease)
         except BaseException:
             if store.leases.epoch == epoch and store.refusal is None:
                 # Otherwise the plane is closed or rewound, and all counts start anew.
@@ -271,12 +271,12 @@ class QueueIntake(Intake):
         store, given = self._queue, checked_tags(tags)
         part = store.partition(partition)
         try:
-            room = self._look(part, rows, lease)
+            room = self._check_writer(part, rows, lease)
             if room:
                 await store.admission.admit(room, 0)
                 part = store.partition(partition)
                 try:
-                    self._look(part, rows, lease)
+                    self._check_writer(part, rows, lease)
                 except BaseException:
                     store.admission.leave(room)
                     store.admission.serve()

@@ -36,7 +36,7 @@ class Batching(StrEnum):
 
 @dataclass(slots=True)
 class CallRow(DecodingRow):
-    """A row that knows which call it belongs to."""
+    """A row and the call it belongs to."""
 
     call: Call | None = None
 
@@ -102,11 +102,14 @@ class Scheduler:
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that had no place in the batch yet."""
         self._entering: Sequence[DecodingRow] = ()
-        """Rows that left the waiting ones, or the batch at new weights, and are not in the batch yet: their calls
-        must be known if that fails."""
+        """Rows on their way into the batch, from `_waiting` or from a batch whose weights changed. If computing
+        their prompts fails, their calls fail."""
         self._changed = threading.Condition()
-        self._paused = self._refresh = self._closed = False
+        self._paused = self._closed = False
+        self._refresh = False
+        """Weights changed: the batch's prompts are computed again before the next token."""
         self._resting = True
+        """No token is being computed; `pause` waits for this."""
         self._thread: threading.Thread | None = None
 
     # --- called from outside ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class ReplicaSupervisor:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._joining: set[str] = set()
-        """Replicas that are being started, and get new weights as those in use do."""
+        """Replicas that are being started. They get new weights too."""
         self._delivering = asyncio.Lock()
 
     async def start(self, specs: Sequence[ReplicaSpec]) -> None:
@@ -152,9 +152,9 @@ class ReplicaSupervisor:
             replica.health.retire()
 
     async def change_version(self, version: int, deliver: Deliver) -> None:
-        """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
-        them; it is the new identity. One that has not is restarted. No request may be under way. After an error or a
-        cancellation the pool has its earlier identity, for the checkpoint that a stopping run saves."""
+        """Delivers weights of `version` to all replicas in use. Returns when one replica has passed a probe with
+        them: it defines the new identity. Replicas that fail are restarted. No request may be under way. After an
+        error or a cancellation the pool keeps its earlier identity, for the checkpoint that a stopping run saves."""
         before = self.identity, self.version
         try:
             await self._change_version(version, deliver)
@@ -292,7 +292,8 @@ class ReplicaSupervisor:
         check_same(self.identity, found, replica.name)
 
     async def _first_start(self, replica: Replica) -> Identity:
-        """Brings it up, again if its process is killed meanwhile. An error of its own ends the start at once."""
+        """Brings the replica up, and starts its process again if a signal kills it meanwhile. Any other error ends
+        the start at once."""
         for _ in range(self._options.starts_again):
             try:
                 return await self._bring_up(replica)
@@ -305,7 +306,8 @@ class ReplicaSupervisor:
         return await self._bring_up(replica)
 
     async def _join(self, replica: Replica) -> None:
-        """Brings it up and checks it: once more if new weights were delivered meanwhile, with none on their way."""
+        """Brings the replica up and checks its identity. If new weights were delivered meanwhile, it is identified
+        again while no delivery is under way."""
         self._joining.add(replica.name)
         try:
             found = await self._bring_up(replica)

@@ -3,7 +3,7 @@
     rollouts ──all finished──┬──> teachers score all rows (their processes) ──────────────┬──> loss, backward
                              └──> the student's pass over the first micro-batch (thread) ─┘
 
-On a CPU a sync step otherwise leaves a core idle: the trainer waits for the teachers, then they wait for it.
+Without it a sync step on a CPU leaves cores idle: the trainer waits for the teachers, then they wait for it.
 The update uses the result only if it would compute exactly the same (`policy/cpu/head_start.py`), so results
 do not depend on it.
 """

@@ -1,6 +1,6 @@
 """Runs one session of a prompt: its agent loop and the reward of each output, under a deadline.
 
-    prompt ──agent loop──> outputs 0, 1, … ──reward of each──> RowRef, or Failed with the reason
+    prompt ──agent loop──> outputs 0, 1, … ──reward of each──> RowRef, or FailedOutput
 
 A loop may return several outputs (a sub-agent, a branch, a context reset). If the loop fails, there is no
 output. If a reward fails, only its output fails.
