@@ -165,7 +165,8 @@ def check_vocabulary(
     if differing := differences(student, teacher, rows):
         raise TeacherError(
             f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
-            "Token ids are sent as they are, so an id must be the same token for both"
+            "Token ids are sent as they are, so an id must be the same token for both: use a teacher of the student's family, or set "
+            f"teachers.{name}.vocabulary = 'align'"
         )
 
 

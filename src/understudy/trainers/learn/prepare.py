@@ -42,67 +42,6 @@ from understudy.types.batch_ref import BatchRef, student_rows
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import StopReason
 
-
-def correction_settings(loss: LossConfig) -> CorrectionSettings:
-    chosen = loss.correction
-    return CorrectionSettings(chosen.weigh, chosen.cap, chosen.drop, chosen.low, chosen.high)
-
-
-def anchors_on_old(loss: LossConfig, updates: int) -> bool:
-    """Whether ratios are taken to the trainer's logprobs from before the step. Otherwise they are taken to those the
-    tokens were sampled with. A divergence has no ratio."""
-    if correction_settings(loss).active:
-        return True
-    return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
-
-
-def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
-    """Whether the trainer's logprobs from before the step are computed: as the anchor, to measure the mismatch, or for
-    a penalty in the reward."""
-    penalty = loss.kl_coef > 0 and loss.kl_in == "reward"
-    return anchors_on_old(loss, updates) or loss.correction.measure or penalty
-
-
-def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
-    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
-    answers have no behaviour policy: their weights are 1 and no loss reads them."""
-    drawn = StudentTokens(batch)
-    old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
-    metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
-    settings = correction_settings(loss)
-    if not settings.active:
-        return batch, metrics
-    weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
-    metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
-    return batch.with_columns(importance=drawn.as_column(weights_N, elsewhere=1.0)), metrics
-
-
-def behaviour_of(batch: BatchRef) -> torch.Tensor:
-    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated; NaN in given answers."""
-    here = batch.streams()
-    return here.behaviour_logprobs.values[here.loss_mask.values]
-
-
-class StudentTokens:
-    """The rows of a batch that the student wrote, and their loss-bearing tokens."""
-
-    def __init__(self, batch: BatchRef) -> None:
-        self.rows = student_rows(batch)
-        self.lengths = [batch.loss_lengths[row] for row in self.rows]
-        lengths = torch.tensor(batch.loss_lengths, dtype=torch.int64)
-        self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        drawn_B = torch.zeros(len(batch), dtype=torch.bool)
-        drawn_B[self.rows] = True
-        self.tokens = drawn_B.repeat_interleave(lengths)
-        """bool [N]: among the loss-bearing tokens of the whole batch."""
-
-    def as_column(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
-        """Values of these tokens as a column of the whole batch, with `elsewhere` at all other tokens."""
-        whole_N = values.new_full((len(self.tokens),), elsewhere)
-        whole_N[self.tokens] = values
-        return Jagged(whole_N, self._offsets)
-
-
 NOTE_AFTER_STEPS = 3
 """Steps without any advantage after which the user gets a note."""
 
@@ -163,6 +102,66 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
         _reward_metrics(ready, penalty)
         _note_missing_advantage(learner, ready)
     return ready
+
+
+def correction_settings(loss: LossConfig) -> CorrectionSettings:
+    chosen = loss.correction
+    return CorrectionSettings(chosen.weigh, chosen.cap, chosen.drop, chosen.low, chosen.high)
+
+
+def anchors_on_old(loss: LossConfig, updates: int) -> bool:
+    """Whether ratios are taken to the trainer's logprobs from before the step. Otherwise they are taken to those the
+    tokens were sampled with. A divergence has no ratio."""
+    if correction_settings(loss).active:
+        return True
+    return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
+
+
+def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
+    """Whether the trainer's logprobs from before the step are computed: as the anchor, to measure the mismatch, or for
+    a penalty in the reward."""
+    penalty = loss.kl_coef > 0 and loss.kl_in == "reward"
+    return anchors_on_old(loss, updates) or loss.correction.measure or penalty
+
+
+def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
+    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
+    answers have no behaviour policy: their weights are 1 and no loss reads them."""
+    drawn = StudentTokens(batch)
+    old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
+    metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
+    settings = correction_settings(loss)
+    if not settings.active:
+        return batch, metrics
+    weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
+    metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
+    return batch.with_columns(importance=drawn.as_column(weights_N, elsewhere=1.0)), metrics
+
+
+def behaviour_of(batch: BatchRef) -> torch.Tensor:
+    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated; NaN in given answers."""
+    here = batch.streams()
+    return here.behaviour_logprobs.values[here.loss_mask.values]
+
+
+class StudentTokens:
+    """The rows of a batch that the student wrote, and their loss-bearing tokens."""
+
+    def __init__(self, batch: BatchRef) -> None:
+        self.rows = student_rows(batch)
+        self.lengths = [batch.loss_lengths[row] for row in self.rows]
+        lengths = torch.tensor(batch.loss_lengths, dtype=torch.int64)
+        self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        drawn_B = torch.zeros(len(batch), dtype=torch.bool)
+        drawn_B[self.rows] = True
+        self.tokens = drawn_B.repeat_interleave(lengths)
+        """bool [N]: among the loss-bearing tokens of the whole batch."""
+
+    def as_column(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
+        """Values of these tokens as a column of the whole batch, with `elsewhere` at all other tokens."""
+        whole_N = values.new_full((len(self.tokens),), elsewhere)
+        whole_N[self.tokens] = values
+        return Jagged(whole_N, self._offsets)
 
 
 def _note_missing_advantage(learner: Learner, ready: Prepared) -> None:

@@ -95,12 +95,16 @@ def learn(learner: Learner, batch: BatchRef, watch: TokenWatch | None = None) ->
         return _nothing_to_learn(learner, batch)
     ready = prepare(learner, batch, len(parts))
     extra: dict[str, Metric] = {name: MetricTotal(value) for name, value in ready.metrics.items()}
-    alone = critic is not None and critic.alone
+    # Read before the critic's update, which ends the critic's step.
+    critic_only = critic is not None and critic.trains_alone
     if critic is not None:
         with ready.timed("critic"):
             here = ready.batch.streams()
             extra |= critic_metrics(here, _update_critic(learner, critic, here, parts))
-    result = _nothing_to_learn(learner, batch) if alone else _update_student(learner, ready, parts, watch)
+    if critic_only:
+        result = _nothing_to_learn(learner, batch)
+    else:
+        result = _update_student(learner, ready, parts, watch)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,32 +165,25 @@ class LocalRollouts:
         return session.journal.put(write)
 
     async def stored(self, key: str) -> Trajectory:
-        streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
-        own = (CANDIDATES,) if self.sampling.candidates else ()
-        pictures = (MEDIA,) if self.pictures else ()
-        rewarded = ("reward", FEEDBACK) if self.with_feedback else ()
-        names = (*streams, *own, *pictures, *rewarded, "stop_reason", ORIGIN)
+        names = ["tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "stop_reason", ORIGIN]
+        names += [CANDIDATES] if self.sampling.candidates else []
+        names += [MEDIA] if self.pictures else []
+        names += ["reward", FEEDBACK] if self.with_feedback else []
         columns = await self.plane.get(BatchMeta(PARTITION, (key,)), names)
-        tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
-        candidates = np.asarray(columns[CANDIDATES][0]) if own else None
-        reason = StopReason(str(columns["stop_reason"][0]))
-        media = tuple(columns[MEDIA][0]) if pictures else None
-        origin = Origin(str(columns[ORIGIN][0]))
-        row = Trajectory(
+        cells: dict[str, Any] = {name: columns[name][0] for name in names}
+        return Trajectory(
             key,
-            tokens,
-            mask,
-            logprobs,
-            versions,
-            reason,
-            candidate_ids=candidates,
-            media=media,
-            origin=origin,
+            np.asarray(cells["tokens"]),
+            np.asarray(cells["loss_mask"]),
+            np.asarray(cells["behaviour_logprobs"]),
+            np.asarray(cells["weight_versions"]),
+            StopReason(str(cells["stop_reason"])),
+            reward=cells.get("reward"),
+            extra={FEEDBACK: str(cells[FEEDBACK])} if self.with_feedback else {},
+            candidate_ids=np.asarray(cells[CANDIDATES]) if CANDIDATES in cells else None,
+            media=tuple(cells[MEDIA]) if MEDIA in cells else None,
+            origin=Origin(str(cells[ORIGIN])),
         )
-        if not rewarded:
-            return row
-        reward: Any = columns["reward"][0]
-        return replace(row, reward=reward, extra={FEEDBACK: str(columns[FEEDBACK][0])})
 
     def metrics(self) -> dict[str, float]:
         return {}
