@@ -39,7 +39,7 @@ from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import StartedProcess
 from understudy.teacher.manifest import RequestBatching
-from understudy.teacher.pool.together import together
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.trainers.models import resolve_device
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -81,7 +81,7 @@ class LocalTeachers:
         if len(ranks) > 1:
             owned = self._folders[replica] = OwnedFolder("understudy-teacher-", None)
             rendezvous = owned.path / "rendezvous"
-        started = await together(
+        started = await gather_or_cancel(
             self._processes.start(
                 self._process(replica, rank),
                 "understudy.teacher.replica.server",

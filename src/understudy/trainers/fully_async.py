@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.dataplane.base import Count, Lease, Order, split_key
+from understudy.dataplane.base import Count, Lease, Order
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
 from understudy.observability.profile import profiled
@@ -80,7 +80,7 @@ from understudy.trainers.sync import publish
 from understudy.trainers.system import System
 from understudy.trainers.wait_graph import PRODUCER
 from understudy.types.batch_ref import BatchRef
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, split_key
 
 logger = logging.getLogger(__name__)
 

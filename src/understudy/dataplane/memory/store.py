@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from understudy.dataplane.base import GroupPolicy, Retain, RowStatus, split_key
+from understudy.dataplane.base import GroupPolicy, Retain, RowStatus
 from understudy.dataplane.dead_letters import DeadLetters, detail, kind_of_reason
 from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal.journal import Journal
@@ -23,6 +23,7 @@ from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition, Partitions
 from understudy.dataplane.memory.rows import HeldLease, Leases, StoredRow
 from understudy.errors import DataPlaneError, LeaseLost
+from understudy.types.prompt import split_key
 
 
 class Store:

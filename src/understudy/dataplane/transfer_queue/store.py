@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
+from understudy.dataplane.base import Columns, Lease, RowStatus
 from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal.schema import PACK_SHIFT
 from understudy.dataplane.memory.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
@@ -26,6 +26,7 @@ from understudy.dataplane.transfer_queue.uploads import QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import queue_key, row_of
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
+from understudy.types.prompt import split_key
 
 INLINE_BYTES = 512
 """Default of `inline_bytes`: cells below this size stay in the ledger."""

@@ -20,11 +20,11 @@ from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind, PoolEvent
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.integrity import Identity, check_same, identify
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.replica_record import Replica
-from understudy.teacher.pool.together import together
 from understudy.types.usable_ids import UsableIds
 
 Connect = Callable[[str, str, Endpoint], ScoringClient]
@@ -102,7 +102,7 @@ class ReplicaSupervisor:
         for spec in specs:
             self._add(spec)
         try:
-            found = await together(self._first_start(self.replicas[spec.name]) for spec in specs)
+            found = await gather_or_cancel(self._first_start(self.replicas[spec.name]) for spec in specs)
             self.identity = found[0]
             for spec, identity in zip(specs, found, strict=True):
                 check_same(self.identity, identity, spec.name)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 
 from understudy.config import LossConfig
-from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import overlong_penalty
 from understudy.errors import LossInputError
 from understudy.losses.advantages import (
@@ -40,6 +39,7 @@ from understudy.trainers.learn.out_of_memory import within_memory
 from understudy.trainers.system import Learner
 from understudy.types.batch_ref import BatchRef, student_rows
 from understudy.types.jagged import Jagged
+from understudy.types.prompt import split_key
 from understudy.types.trajectory import StopReason
 
 NOTE_AFTER_STEPS = 3

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
+from understudy.dataplane.base import GroupPolicy, RowInfo
 from understudy.errors import ClusterError, DataError, LeaseLost
 from understudy.observability.report import many
 from understudy.rollout.teacher_prompts import SessionFacts
@@ -42,7 +42,7 @@ from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.produce.session import roll_out
 from understudy.trainers.row_columns import PARTITION, SCORED, own_prompt_column, score_columns
 from understudy.trainers.system import Learner, Producer
-from understudy.types.prompt import Prompt, row_key
+from understudy.types.prompt import Prompt, row_key, split_key
 from understudy.types.references import RowRef, ScoreRef, ScoresRef
 from understudy.types.scores import Signal
 from understudy.types.trajectory import Trajectory
