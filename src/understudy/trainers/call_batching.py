@@ -1,11 +1,11 @@
-"""Joins concurrent calls of many samples into batches for an engine or a teacher.
+"""Joins concurrent calls of many sessions into batches for an engine or a teacher.
 
-Many samples are produced at once, and each makes calls, for a generation or for scores. Engines
+Many sessions are produced at once, and each makes calls, for a generation or for scores. Engines
 and teachers are fastest on batches. Calls are joined under one of two rules:
 
-`BatchByKey` (determinism "full"): batches are composed by key. Its members are a fixed set of samples. When
+`BatchByKey` (determinism "full"): batches are composed by key. Its members are a fixed set of sessions. When
     every member that has not ended waits and no batch is in flight, all waiting calls are sorted by key, cut
-    into chunks and launched. Which calls wait at that moment depends on what the samples do, not on their
+    into chunks and launched. Which calls wait at that moment depends on what the sessions do, not on their
     speed, so batches and results repeat to the bit. A step has several such sets, and they overlap: one is
     scored while the next one generates. A member makes one call at a time; an agent loop that asks for
     several generations at once gets them one after another.
@@ -78,10 +78,10 @@ class CallQueue:
 
 
 class CallBatcher(Protocol):
-    """Joins calls into batches. Used on the event loop by the samples' tasks."""
+    """Joins calls into batches. Used on the event loop by the sessions' tasks."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
-        """Entered by a sample's task around everything that it does."""
+        """Entered by a session's task around everything that it does."""
         ...
 
     def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
@@ -103,7 +103,7 @@ class CallBatcher(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """One sample's call and the future that its task waits for."""
+    """One session's call and the future that its task waits for."""
 
     key: str
     item: Any
@@ -141,7 +141,7 @@ async def _run(queue: CallQueue, calls: Sequence[_Call]) -> None:
 
 @dataclass(slots=True)
 class BatchByKey:
-    """Batches by key (see the module's docstring). Every sample enters as a member, calls, and leaves."""
+    """Batches by key (see the module's docstring). Every session enters as a member, calls, and leaves."""
 
     size: int
     """The number of members. The first batch waits until all of them have entered."""

@@ -1,4 +1,5 @@
-"""Sorts failures of samples (a dead letter, or the end of the run); stops a session's clock while it waits."""
+"""Sorts failures: a sample (a session, or one of its outputs) becomes a dead letter, or the run ends. Stops a session's
+clock while it waits."""
 
 from __future__ import annotations
 

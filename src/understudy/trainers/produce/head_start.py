@@ -29,14 +29,14 @@ class HeadStartTrigger:
     """Collects a step's rollouts on the event loop, and starts the student's forward pass after the last
     one."""
 
-    def __init__(self, learner: Learner, policy: Policy, samples: int) -> None:
-        """`samples`: how many must be seen before the pass starts. If one failed or is remote, it never
-        starts."""
-        self._learner, self._policy, self._missing = learner, policy, samples
+    def __init__(self, learner: Learner, policy: Policy, sessions: int) -> None:
+        """`sessions`: how many must be added before the pass starts. If an output of one failed or is remote, the
+        pass never starts."""
+        self._learner, self._policy, self._missing = learner, policy, sessions
         self._rows: list[Trajectory] = []
 
     def add(self, rows: Sequence[Output]) -> None:
-        """Called with all outputs of one sample."""
+        """Called with all outputs of one session."""
         here = [None if isinstance(row, FailedOutput) else row.here for row in rows]
         found = [row for row in here if row is not None]
         if len(found) < len(rows):
@@ -55,7 +55,7 @@ class HeadStartTrigger:
         return batch if len(parts[0]) == len(batch) else batch.select(parts[0])
 
 
-def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
+def head_start_of(learner: Learner, sessions: int) -> HeadStartTrigger | None:
     """None if a head start cannot help, or if the rows of the update are not known before they are scored.
 
     It does not help on a GPU, which works through its queue anyway, nor on a single core."""
@@ -69,7 +69,7 @@ def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
     )
     if not useful or not isinstance(policy, Policy) or not policy.can_head_start:
         return None
-    return HeadStartTrigger(learner, policy, samples)
+    return HeadStartTrigger(learner, policy, sessions)
 
 
 def _cores() -> int:

@@ -54,7 +54,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class _PendingSession:
     """A session to produce."""
 
     prompt: Prompt
@@ -86,20 +86,20 @@ async def produce_step(
     `batcher` joins their calls with those of other producers. Without it, calls are joined among these prompts
     only, and the learner's first forward pass may start before the rows are scored (`produce/head_start.py`).
     """
-    attempts = await _issue(producer, prompts, step)
+    pending = await _issue(producer, prompts, step)
     sessions = len(prompts) * producer.settings.rollout.n
     head_start = head_start_of(learner, sessions) if batcher is None else None
-    shared = _Step(step, RowJournal(producer.state.plane), head_start, _groups(producer, attempts))
+    shared = _Step(step, RowJournal(producer.state.plane), head_start, _groups(producer, pending))
     async with asyncio.TaskGroup() as tasks:
-        for members in _batches_by_key(producer, attempts):
+        for members in _batches_by_key(producer, pending):
             own: CallBatcher = batcher or (
                 BatchByKey(len(members)) if producer.settings.deterministic else BatchByArrival()
             )
-            for attempt in members:
-                tasks.create_task(_produce(producer, shared, attempt, own))
+            for one in members:
+                tasks.create_task(_produce(producer, shared, one, own))
 
 
-async def _issue(producer: Producer, prompts: Sequence[Prompt], step: int) -> list[_Attempt]:
+async def _issue(producer: Producer, prompts: Sequence[Prompt], step: int) -> list[_PendingSession]:
     """Enters the rows of these prompts into the ledger. Returns the sessions to produce: without those whose rows an
     earlier launch has settled."""
     sessions = [(prompt, session) for prompt in prompts for session in range(producer.settings.rollout.n)]
@@ -118,17 +118,17 @@ async def _issue(producer: Producer, prompts: Sequence[Prompt], step: int) -> li
         producer.renderer.ahead(prompts)
     held = {} if len(issued) == len(keys) else _by_session(await producer.state.plane.list(PARTITION))
     return [
-        _Attempt(prompt, session, held.get((prompt.key, session), {}))
+        _PendingSession(prompt, session, held.get((prompt.key, session), {}))
         for (prompt, session), key in zip(sessions, keys, strict=True)
         if key in issued or (prompt.key, session) in held
     ]
 
 
-def _groups(producer: Producer, attempts: Sequence[_Attempt]) -> dict[str, GroupOutputs]:
+def _groups(producer: Producer, pending: Sequence[_PendingSession]) -> dict[str, GroupOutputs]:
     """The sessions of each prompt together, if a teacher's prompt shows what became of them."""
     if not producer.teachers.prompts.session_facts:
         return {}
-    sessions = Counter(attempt.prompt.key for attempt in attempts)
+    sessions = Counter(one.prompt.key for one in pending)
     solved_at = producer.settings.evaluation.solved_at
     return {key: GroupOutputs(count, producer.renderer, solved_at) for key, count in sessions.items()}
 
@@ -149,21 +149,21 @@ def _by_session(rows: Mapping[str, RowInfo]) -> dict[tuple[str, int], dict[str, 
     return found
 
 
-def _batches_by_key(producer: Producer, attempts: list[_Attempt]) -> list[list[_Attempt]]:
+def _batches_by_key(producer: Producer, pending: list[_PendingSession]) -> list[list[_PendingSession]]:
     """Sessions in sets of `rollout.max_batch` by key under full determinism, otherwise in one set.
 
     Each set's calls are batched together."""
     rollout = producer.settings.rollout
-    size = rollout.max_batch if producer.settings.deterministic else max(len(attempts), 1)
+    size = rollout.max_batch if producer.settings.deterministic else max(len(pending), 1)
     if "solution" in producer.teachers.prompts.session_facts:
         # Sessions that wait for each other are in one set, so that its batches do not depend on another's speed.
         size = max(size // rollout.n, 1) * rollout.n
-    return [attempts[start : start + size] for start in range(0, len(attempts), size)]
+    return [pending[start : start + size] for start in range(0, len(pending), size)]
 
 
-async def _produce(producer: Producer, step: _Step, attempt: _Attempt, batcher: CallBatcher) -> None:
+async def _produce(producer: Producer, step: _Step, pending: _PendingSession, batcher: CallBatcher) -> None:
     """Produces one session. The session's own faults become dead letters and are not raised."""
-    prompt, session, held = attempt.prompt, attempt.session, attempt.held
+    prompt, session, held = pending.prompt, pending.session, pending.held
     group = step.groups.get(prompt.key)
     async with batcher.member():
         try:
