@@ -37,6 +37,7 @@ from understudy.planning.simulation.inputs import (  # noqa: E402
     Split,
     StepTime,
     Work,
+    enough_steps,
     quantile_lengths,
     sync_windows,
 )
@@ -176,7 +177,7 @@ def predictions(measured: Measured) -> list[Row]:
     rows.append(_row("sync step", step.step_seconds, price, "s"))
     for every, said in ((1, ""), (2, ", publishing every 2 updates")):
         # The three sides share one GPU: together they do one device's work.
-        found = _step(small, Windows(ROWS, every, 1.0, 24 * every), ROWS * every, capacity=1.0)
+        found = _step(small, Windows(ROWS, every, 1.0, enough_steps(1.0, every)), ROWS * every, capacity=1.0)
         rate = measured("async", "2026-11-16", f"run 7, 256 x 512: fully async, staleness 1{said}, MPS")
         rows.append(_row(f"fully async step{said}", found.step_seconds, rows_of_a_step / rate, "s"))
     return rows
@@ -252,7 +253,7 @@ def _sync(size: OnPaper, costs: Costs, work: Work) -> tuple[str, Prediction]:
 
 
 def _apart(size: OnPaper, staleness: float, costs: Costs, work: Work) -> tuple[str, Prediction]:
-    windows = Windows(size.prompts, 1, staleness, 12 + 3 * math.ceil(staleness))
+    windows = Windows(size.prompts, 1, staleness, enough_steps(staleness))
     found = recommend(Devices(size.gpus), costs, work, windows)
     split = found.split
     return f"{split.engines} + {split.trainer} + {split.replicas}", found.prediction

@@ -42,24 +42,13 @@ ADDED = {
     "teachers": {"accuracy/add": ("right sums", "{:.1%}"), "accuracy/sort": ("right orders", "{:.1%}")},
 }
 """Of single groups."""
-PANELS = (
-    "topk",
-    "tail",
-    "candidates",
-    "group",
-    "staleness",
-    "temperature",
-    "teachers",
-    "methods",
-    "schedule",
-)
 DETAIL = (("tail", "student_mass"), ("tail", "entropy"))
 LABELS = {
     "accuracy": "accuracy on held-out problems",
     "student_mass": "student's mass on the K tokens",
     "entropy": "entropy of the student (nats)",
 }
-COLOURS = ("#222222", "#c44e52", "#4878a8", "#55a868", "#dd8452", "#8172b3")
+COLOURS = ("#222222", "#c44e52", "#4878a8", "#55a868", "#dd8452", "#8172b3", "#937860")
 
 Runs = list[dict[str, Any]]
 
@@ -150,8 +139,9 @@ def rows_of(table: Table, group: str, cases: Mapping[str, Runs]) -> list[Row]:
 def draw(table: Table, runs: Runs, picture: Path) -> None:
     mpl.use("Agg")
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    wanted = [(group, "accuracy") for group in PANELS if of_cases(table, group, runs)]
-    wanted += [(group, quantity) for group, quantity in DETAIL if of_cases(table, group, runs)]
+    drawn = [group for group in table.groups if of_cases(table, group, runs)]
+    wanted = [(group, "accuracy") for group in drawn]
+    wanted += [(group, quantity) for group, quantity in DETAIL if group in drawn]
     figure, axes = plt.subplots(
         (len(wanted) + 1) // 2, 2, figsize=(11, 3.1 * ((len(wanted) + 1) // 2)), squeeze=False
     )
@@ -169,7 +159,7 @@ def draw(table: Table, runs: Runs, picture: Path) -> None:
         panel.set_title(f"{group}: {table.questions[group]}", loc="left", fontsize=10)
         panel.set(xlabel="steps", ylabel=LABELS[quantity], ylim=(0, None))
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(fontsize=8, framealpha=0.85, edgecolor="none")
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)

@@ -50,6 +50,7 @@ SECTIONS = (
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
     Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout/rollout.py"),
     Section("Rollouts of a public load on a GPU", "public_load-nvidia", "python benchmarks/rollout/public_load.py"),
+    Section("What the simulation predicts, beside what was measured on a GPU", "simulation-nvidia", "python benchmarks/simulation.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
     Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),

@@ -22,9 +22,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> Encoded:
     """Loss only on the answer and its <eos>: the student does not write the prompt."""
-    return encode_chats(
-        tokenizer, [([{"role": "user", "content": problem.question}], problem.answer) for problem in problems]
-    )
+    chats = [([{"role": "user", "content": problem.question}], problem.answer) for problem in problems]
+    return encode_chats(tokenizer, chats, tokenizer.eos_token_id)
 
 
 def train(

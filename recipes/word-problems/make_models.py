@@ -20,6 +20,8 @@ from grading import Grader, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from understudy.policy.supervised import Encoded, SupervisedSchedule, encode_chats, train
+from understudy.rollout.render import answer_end, turn_end
+from understudy.trainers.models import stop_ids
 
 HERE = Path(__file__).resolve().parent
 
@@ -85,9 +87,10 @@ def cut(model: Any, kept: int) -> Any:
     return model
 
 
-def read_examples(tokenizer: Any, path: Path) -> Encoded:
+def read_examples(model: Any, tokenizer: Any, path: Path) -> Encoded:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return encode_chats(tokenizer, [(row["messages"], row["answer"]) for row in rows])
+    end = answer_end(tokenizer, stop_ids(model, tokenizer), turn_end(tokenizer))
+    return encode_chats(tokenizer, [(row["messages"], row["answer"]) for row in rows], end)
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -98,7 +101,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 def make_teacher(base: Path, data: Path, out: Path, plan: Plan, device: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
-    examples = read_examples(tokenizer, data / "make.jsonl")
+    examples = read_examples(model, tokenizer, data / "make.jsonl")
     steps = max(1, round(plan.epochs * len(examples) / plan.batch))
     print(f"teacher: {model.num_parameters():,} parameters, {steps} steps of {plan.batch}", flush=True)
     schedule = SupervisedSchedule(
@@ -127,7 +130,7 @@ def make_student(base: Path, data: Path, out: Path, plan: Plan, device: str) -> 
         return accuracy < plan.student_goal
 
     print(f"student: {model.num_parameters():,} parameters", flush=True)
-    train(model, {"make": read_examples(tokenizer, data / "make.jsonl")}, schedule, goes_on)
+    train(model, {"make": read_examples(model, tokenizer, data / "make.jsonl")}, schedule, goes_on)
     grader.close()
     save(model, tokenizer, out / "student")
 

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from understudy.policy.checkpoints.state import storable
 from understudy.policy.supervised import SupervisedSchedule, encode_chats, train
+from understudy.rollout.render import answer_end, turn_end
+from understudy.trainers.models import stop_ids
 
 HERE = Path(__file__).resolve().parent
 
@@ -51,8 +53,9 @@ def sft(options: argparse.Namespace) -> None:
     source = options.written if options.answers == "teacher" else options.data
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(options.student)
-    examples = encode_chats(tokenizer, [(row["messages"], row["answer"]) for row in rows])
     model = AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32)
+    end = answer_end(tokenizer, stop_ids(model, tokenizer), turn_end(tokenizer))
+    examples = encode_chats(tokenizer, [(row["messages"], row["answer"]) for row in rows], end)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     last = time.monotonic()

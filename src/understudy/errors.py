@@ -78,6 +78,9 @@ class TeacherReplyError(TeacherError):
 class TeacherUnavailable(TeacherError):
     """No replica of a teacher can answer now."""
 
+    retry_after: float | None = None
+    """Seconds for which the server asks not to be asked again (`Retry-After`)."""
+
 
 class EngineError(UnderstudyError):
     """A generation engine failed."""

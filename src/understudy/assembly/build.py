@@ -480,7 +480,7 @@ def _teacher_parts(launch: _Launch, inputs: _Inputs, models: _Models) -> Teacher
         router_of(settings.teachers, pools),
         teacher_queues(pools, settings.compute.deterministic),
         inputs.teacher_prompts,
-        aligners_of(inputs.student, inputs.others, inputs.vocabularies.usable),
+        aligners_of(launch.recipe.rollout, inputs.student, inputs.others, inputs.vocabularies.usable),
         partial(manifests_of, pools),
         None if models.self_teachers is None else models.self_teachers.gate,
     )

@@ -164,11 +164,11 @@ def teacher_prompts_of(
     """The prompts that teachers read instead of the student's. `others`: tokenizers of teachers that have another.
     `stack` closes what their tools opened."""
     own = own_prompts(teachers)
-    renderer, *renderers = (
-        Renderer(one, context=_NO_LIMIT, reserve=0, template_options=rollout.for_templates)
-        for one in (tokenizer, *others.values())
-    )
-    theirs = dict(zip(others, renderers, strict=True))
+    unlimited = partial(Renderer, context=_NO_LIMIT, reserve=0)
+    renderer = unlimited(tokenizer, template_options=rollout.for_templates)
+    theirs = {
+        name: unlimited(one, template_options=rollout.for_other_tokenizers) for name, one in others.items()
+    }
     if not own and not theirs:
         return TeacherPrompts(own, renderer, lambda prompt: None, usable)
     loops = LoopChoice(rollout.agent, rollout.agent_options)
@@ -206,16 +206,20 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def aligners_of(
-    student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
+    rollout: RolloutConfig,
+    student: LoadedModel,
+    others: Mapping[str, PreTrainedTokenizerBase],
+    usable: UsableIds | None,
 ) -> dict[str, TokenAligner]:
     """By name: what translates between the student's tokens and those of a teacher with another tokenizer."""
     if not others:
         return {}
-    ours, own_end = _bytes_of(student.tokenizer, "student"), turn_end(student.tokenizer)
+    ours = _bytes_of(student.tokenizer, "student")
+    own_end = turn_end(student.tokenizer, rollout.for_templates)
     own = own_end if own_end in student.stop_ids else student.stop_ids[0]
     found = {}
     for name, tokenizer in others.items():
-        end = turn_end(tokenizer)
+        end = turn_end(tokenizer, rollout.for_other_tokenizers)
         if end is None:
             raise ConfigError(
                 f"teachers.{name}: its tokenizer names no token that ends a turn; set eos_token in its tokenizer_config.json"

@@ -60,7 +60,8 @@ class RolloutConfig(Section):
     """`[rollout.agent_options.NAME]`: constructor arguments of the loop NAME, for example the tool loop's
     `tools`."""
     template_options: dict[str, Any] = Field(default={})
-    """Passed to the chat template unchanged (`enable_thinking = false`)."""
+    """Passed to the chat template unchanged (`enable_thinking = false`). `chat_template` chooses the template itself: the
+    name of one of the tokenizer's, or a template's text."""
     template_date: Annotated[str, AfterValidator(_day)] | None = None
     """The day that chat templates see as today's (`strftime_now`), as `"2026-11-19"`; when not set, the day the run
     began, also after a resume."""
@@ -125,6 +126,11 @@ class RolloutConfig(Section):
         """What a `Renderer` takes: the options, and the day that templates see as today's."""
         day = {"strftime_now": self.template_date} if self.template_date else {}
         return {**day, **self.template_options}
+
+    @property
+    def for_other_tokenizers(self) -> dict[str, Any]:
+        """The same for a teacher with another tokenizer, which reads prompts by its own chat template."""
+        return {name: one for name, one in self.for_templates.items() if name != "chat_template"}
 
     @property
     def trajectory_budget(self) -> int | None:

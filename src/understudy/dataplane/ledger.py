@@ -119,6 +119,11 @@ class Ledger:
         with closing(self._connect()) as connection:
             return _audit(connection)
 
+    def settled(self) -> int:
+        """The step before which no rewind can go, because the rows that it would need are deleted; -1: none are."""
+        with closing(self._connect()) as connection:
+            return read_meta(connection, "settled", -1)
+
     def trained_keys(self, partition: str) -> Iterator[tuple[int, str]]:
         """(step, key) of every row trained, in the order of training."""
         with closing(self._connect()) as connection:

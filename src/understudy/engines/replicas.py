@@ -1,6 +1,6 @@
 """Load balancing over the servers of one engine: session affinity, outstanding tokens, back-off.
 
-States of a replica:  serving ──failures in a row──> resting ──back-off over──> serving
+States of a replica:  serving ──failures in a row, or at its own request──> resting ──back-off over──> serving
 
 A session stays on the replica that has its prefix cached, unless that replica is resting. New sessions go
 to the replica with the fewest outstanding tokens. A failed request adds its tokens to the replica's debt,
@@ -84,12 +84,16 @@ class Replicas:
         replica.failures = replica.rests = 0
         replica.debt = 0.0
 
-    def failed(self, replica: EngineReplica, tokens: int, problem: str) -> None:
+    def failed(self, replica: EngineReplica, tokens: int, problem: str, wait: float = 0.0) -> None:
+        """`wait`: seconds for which the server itself asked to be left alone; that is no failure of it."""
         now = self._clock()
         replica.outstanding_tokens -= tokens
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
-        replica.failures += 1
         replica.last_problem = problem
+        if wait:
+            replica.resting_until = max(replica.resting_until, now + wait)
+            return
+        replica.failures += 1
         if replica.failures >= REST_AFTER and replica.resting_until != math.inf:
             rest = min(FIRST_REST_S * 2**replica.rests, LONGEST_REST_S)
             replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest

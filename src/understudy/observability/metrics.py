@@ -24,12 +24,22 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append one line; non-finite numbers become null, since JSON has none."""
-        line = {"step": step, **{key: _plain(values[key]) for key in sorted(values)}}
+        line = _line(step, values)
         try:
             self._handle.write(json.dumps(line) + "\n")
             self._handle.flush()
         except OSError as error:
             raise cannot_be_written(self.path, error) from error
+        return line
+
+    def complete(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds values to the line of `step`, which is the last one. A kill leaves the line as it was or with all values."""
+        *earlier, last = read_metrics(self.path)
+        assert last["step"] == step
+        line = _line(step, {**last, **values})
+        write_atomically(self.path, "".join(json.dumps(one) + "\n" for one in (*earlier, line)))
+        self._handle.close()
+        self._handle = self.path.open("a")
         return line
 
     def sync(self) -> None:
@@ -63,6 +73,10 @@ def cut_back(path: Path, step: int | None) -> None:
 def without_clock(line: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that must repeat to the bit under `determinism = "full"`."""
     return {key: value for key, value in line.items() if not key.startswith(WALL_CLOCK)}
+
+
+def _line(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"step": step, **{key: _plain(values[key]) for key in sorted(values)}}
 
 
 def _plain(value: Any) -> Any:

@@ -237,10 +237,12 @@ def prompt_length(
     schemas: Schemas | None = None,
     lacked: Collection[int] = frozenset(),
     owner: str = "the student",
+    own_template: bool = False,
 ) -> Measure:
     """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch).
     `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
-    for. `owner`: the model whose folder it is, for errors."""
+    for. `owner`: the model whose folder it is, for errors. `own_template`: a teacher with another tokenizer,
+    which does without the recipe's `chat_template`."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
@@ -252,14 +254,18 @@ def prompt_length(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals[NOW] = strftime_now
-    templates = _Templates(environment, student, owner)
+    options = recipe.rollout.template_options
+    templates = _Templates(
+        environment, student, owner, None if own_template else options.get("chat_template")
+    )
     tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
         role: "" if (number := ids[role]) is None else tokens.get(number, "")
         for role in ("bos_token", "eos_token", "pad_token")
     }
 
-    given = {**special, **recipe.rollout.template_options}
+    # As transformers does: `chat_template` chooses the template, which does not see it.
+    given = special | {name: one for name, one in options.items() if name != "chat_template"}
 
     def render(row: Row) -> tuple[str, bool]:
         content = content_of(row)
@@ -299,34 +305,60 @@ def prompt_length(
 
 
 class _Templates:
-    """The chat templates of a model, compiled for the first row that needs them."""
+    """The chat templates of a model, compiled for the first row that needs them.
 
-    def __init__(self, environment: jinja2.Environment, folder: ModelFolder, owner: str) -> None:
-        self._environment, self._folder, self._owner = environment, folder, owner
+    `chosen` is the recipe's `rollout.template_options.chat_template`: a template's name or a whole template."""
+
+    def __init__(
+        self, environment: jinja2.Environment, folder: ModelFolder, owner: str, chosen: Any = None
+    ) -> None:
+        self._environment, self._folder, self._owner, self._chosen = environment, folder, owner, chosen
         self._known: dict[str, jinja2.Template | str] = {}
-        """By name; a text says why one cannot be compiled."""
+        """By source; a text says why one cannot be compiled."""
 
     def of(self, *, with_tools: bool) -> jinja2.Template:
         """The one that transformers takes for a chat with or without tools."""
+        source = self._source(with_tools)
+        if source not in self._known:
+            self._known[source] = self._compiled(source)
+        found = self._known[source]
+        if isinstance(found, str):
+            raise DataError(found)
+        return found
+
+    def _source(self, with_tools: bool) -> str:
         names = self._folder.chat_templates
+        if self._chosen is not None:
+            return self._chosen_source(names)
         name = "tool_use" if with_tools and "tool_use" in names else "default"
         if name not in names:
             others = f"none named `default`, only {', '.join(sorted(names))}; rename one" if names else ""
             raise jinja2.TemplateError(
                 f"the tokenizer has {others or 'no chat template; give `prompt` instead of `messages`, or add one'}"
             )
-        if name not in self._known:
-            self._known[name] = self._compiled(names[name])
-        found = self._known[name]
-        if isinstance(found, str):
-            raise DataError(found)
-        return found
+        return names[name]
+
+    def _chosen_source(self, names: Mapping[str, str]) -> str:
+        """transformers takes a text that names none of several templates for a template, and would render it as it stands."""
+        chosen, several = self._chosen, names.keys() - {"default"}
+        if several and isinstance(chosen, str) and chosen in names:
+            return names[chosen]
+        if isinstance(chosen, str) and "{" in chosen:
+            return chosen
+        known = f"has {', '.join(sorted(names))}" if several else "has no templates with names"
+        raise DataError(
+            f"cannot be rendered: rollout.template_options.chat_template = {chosen!r} is not a template, and the tokenizer of "
+            f"{self._owner} {known}; give one of its names, a template's text, or leave it out"
+        )
 
     def _compiled(self, source: str) -> jinja2.Template | str:
+        place = f"the chat template of {self._owner} ({self._folder.path})"
+        if source == self._chosen:
+            place = "rollout.template_options.chat_template"
         try:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             return (
-                f"cannot be rendered: the chat template of {self._owner} ({self._folder.path}) is not Jinja that transformers "
+                f"cannot be rendered: {place} is not Jinja that transformers "
                 f"reads: {error.message} (line {error.lineno}); mend the template"
             )

@@ -285,7 +285,7 @@ class _Checks:
             searched = {number for tokens in models.lacked.values() for number in tokens}
             whole = with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
         lengths = {
-            name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}")
+            name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}", own_template=True)
             for name, folder in models.aligned.items()
         }
         own = self.attempt(own_prompts, recipe.teachers) or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 from understudy.errors import DataError, PolicyError
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.nn.rotary_border import stated_context
+
+logger = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -38,8 +41,8 @@ def load_student(
     revision: str | None = None,
     attention: str = AUTO,
 ) -> Student:
-    """Loads model and tokenizer. Dropout is off: the student is trained on exactly the distribution it
-    samples from.
+    """Loads model and tokenizer. Dropout and the noise of routers are off: the student is trained on exactly the
+    distribution it samples from.
 
     `trust_remote_code` runs code from the hub and therefore needs a pinned `revision` (or a local folder).
     """
@@ -59,6 +62,8 @@ def load_student(
     except CannotLoadError as error:
         raise PolicyError(f"the student {path_or_hub_id} cannot be loaded: {error}") from error
     switch_off_dropout(model)
+    if noisy := switch_off_router_noise(model):
+        logger.info("%s: the noise that %s adds in training is off", path_or_hub_id, ", ".join(noisy))
     model.to(device)
     model.train()
     tokenizer = load_tokenizer(path_or_hub_id, trust_remote_code, revision)
@@ -109,6 +114,33 @@ def switch_off_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
+
+
+def switch_off_router_noise(model: nn.Module) -> list[str]:
+    """Keeps routers of experts that are noisy in training in eval mode, also after `model.train()`; returns their classes.
+
+    Their noise (`jitter` in transformers) is not set to 0: PhiMoE's router uses the number to choose experts in eval mode
+    too, and in training it draws them at random whatever the number.
+    """
+    noisy = [
+        module
+        for module in model.modules()
+        if any(_is_noise(name, value) for name, value in vars(module).items())
+    ]
+    for module in noisy:
+        module.eval()
+        vars(module)["train"] = _stays_in_eval
+    return sorted({type(module).__name__ for module in noisy})
+
+
+def _is_noise(name: str, value: object) -> bool:
+    if not isinstance(value, float) or "jitter" not in name:
+        return False
+    return value > 0 or name == "router_jitter_noise"
+
+
+def _stays_in_eval(mode: bool = True) -> None:
+    """In place of a module's `train`."""
 
 
 def _require_source(path_or_hub_id: str) -> None:

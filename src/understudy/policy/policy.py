@@ -44,7 +44,7 @@ from understudy.policy.forward.forward import (
     sampled_logprobs,
 )
 from understudy.policy.forward.head import body_of, output_layer, verify_head
-from understudy.policy.load import context_length, switch_off_dropout
+from understudy.policy.load import context_length, switch_off_dropout, switch_off_router_noise
 from understudy.policy.lora import (
     adapter_tensors,
     add_lora,
@@ -98,6 +98,7 @@ class Policy:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.weight_dtype = output_layer(model).weight.dtype
         switch_off_dropout(model)
+        switch_off_router_noise(model)
         verify_head(model)
         if is_vision(model) and settings.freeze_vision:
             freeze_vision(model)

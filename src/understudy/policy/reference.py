@@ -10,7 +10,7 @@ from understudy.media.processor import PictureReader
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
 from understudy.policy.forward.head import verify_head
-from understudy.policy.load import switch_off_dropout
+from understudy.policy.load import switch_off_dropout, switch_off_router_noise
 from understudy.policy.plan import border_of, by_length, lanes_of, plan_step
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -29,6 +29,7 @@ class ReferenceModel:
         pictures: PictureReader | None = None,
     ) -> None:
         switch_off_dropout(model)
+        switch_off_router_noise(model)
         verify_head(model)
         model.requires_grad_(False)
         model.train()

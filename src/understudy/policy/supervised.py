@@ -72,13 +72,19 @@ def pad_rows(rows: Sequence[Row], pad_id: int) -> Encoded:
     return Encoded(tokens_BT, labels_BT, torch.tensor(lengths))
 
 
-def encode_chats(tokenizer: Any, chats: Sequence[tuple[Sequence[Mapping[str, Any]], str]]) -> Encoded:
-    """(messages, answer) pairs by the tokenizer's own chat template; the answer and its end-of-turn token are trained."""
+def encode_chats(
+    tokenizer: Any, chats: Sequence[tuple[Sequence[Mapping[str, Any]], str]], end: int
+) -> Encoded:
+    """(messages, answer) pairs by the tokenizer's own chat template; the answer and `end` after it are trained.
+
+    `end` is the id with which rollouts end a turn of a chat (`rollout.render.answer_end`). It need not be the
+    tokenizer's eos: a base model of Qwen has `<|endoftext|>`, and its template writes `<|im_end|>`.
+    """
     rows: list[Row] = []
     for messages, answer in chats:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer.encode(text, add_special_tokens=False)
-        said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        said = [*tokenizer.encode(answer, add_special_tokens=False), end]
         rows.append(([*prompt, *said], [False] * len(prompt) + [True] * len(said)))
     return pad_rows(rows, tokenizer.pad_token_id)
 

@@ -67,7 +67,7 @@ class Renderer:
     @cached_property
     def turn_end(self) -> int | None:
         """The id that ends an assistant's turn in a chat."""
-        return turn_end(self.tokenizer, self._template_options)
+        return turn_end(self.tokenizer, {**self._template_options, NOW: self._day})
 
     def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
         """int32 [T]: the tokens of this prompt, up to where the student's answer starts.
@@ -81,7 +81,7 @@ class Renderer:
         if prompt.text is not None:
             ids = self._tokenize(prompt.key, self._with_literals(prompt.text), special=True)
         else:
-            tools = tools or prompt.columns.get("tools") or None
+            tools = shown_tools(prompt, tools)
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
             ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:
@@ -107,7 +107,7 @@ class Renderer:
         Those of an earlier call are dropped."""
         self._ready = {}
         chats = [prompt for prompt in prompts if prompt.text is None and not prompt.columns.get("tools")]
-        if not chats or self.pictures is not None or not getattr(self.tokenizer, "chat_template", None):
+        if not chats or self.pictures is not None or not has_template(self.tokenizer, self._template_options):
             return
         try:
             with within(), on_day(self._day):
@@ -127,16 +127,24 @@ class Renderer:
     def _limit_of(self, prompt: Prompt) -> int:
         return self._limit if prompt.max_tokens is None else min(self._limit, prompt.max_tokens)
 
-    def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
+    def after_turn(
+        self,
+        key: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> np.ndarray:
         """int32 [T]: the tokens between the student's turn and its next one, with `messages` in between.
 
         `ended`: the student wrote its own end-of-turn token, so the template's is left out; the rest of the
-        separator stays. Method: render a conversation in which the assistant's message is a marker, and take
-        everything after the marker. The tokens of the turn itself are never changed.
+        separator stays. `tools`: the schemas that the prompt showed, because a tokenizer may have another
+        template for chats with tools. Method: render a conversation in which the assistant's message is a
+        marker, and take everything after the marker. The tokens of the turn itself are never changed.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
         media = self._media(key, messages)
-        text = self._apply_template(key, chat, tools=None, generate=True)
+        text = self._apply_template(key, chat, tools=tools or None, generate=True)
         if _MARKER not in text:
             raise DataError(
                 f"prompt {key}: the chat template leaves out what the assistant says before {messages[0].get('role')} messages"
@@ -153,7 +161,7 @@ class Renderer:
     def _apply_template(
         self, key: str, messages: Sequence[Mapping[str, Any]], *, tools: Any, generate: bool
     ) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not has_template(self.tokenizer, self._template_options):
             raise DataError(
                 f"prompt {key} is a chat, but the student's tokenizer has no chat template; "
                 "give rows a plain `prompt`, or use an instruction-tuned student"
@@ -236,6 +244,13 @@ class Renderer:
         return pieces
 
 
+def shown_tools(
+    prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Sequence[Mapping[str, Any]] | None:
+    """The function schemas that a prompt shows: the given ones, else those of the row; None: no tools."""
+    return tools or prompt.columns.get("tools") or None
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """The ids of all special tokens. `all_special_ids` lacks those without a name, such as Gemma 3's `<end_of_turn>`."""
     try:
@@ -245,19 +260,37 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {int(number) for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
 
 
+def has_template(tokenizer: Any, template_options: Mapping[str, Any]) -> bool:
+    """Whether chats can be rendered: the tokenizer has a template, or the recipe gives one."""
+    return bool(getattr(tokenizer, "chat_template", None) or template_options.get("chat_template"))
+
+
 def turn_end(tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> int | None:
     """The id that ends an assistant's turn: the special token that the chat template writes after it, or eos."""
     eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    if not getattr(tokenizer, "chat_template", None):
+    options = dict(template_options or {})
+    if not has_template(tokenizer, options):
         return eos
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
     try:
         bound_chat_templates()
-        with within():
-            text = tokenizer.apply_chat_template(chat, tokenize=False, **(template_options or {}))
+        with within(), on_day(options.pop(NOW, None)):
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **options)
     except Exception:  # a template is a program: it may raise anything
         return eos
     _, shown, after = str(text).rpartition(_MARKER)
     written = tokenizer(after if shown else "", add_special_tokens=False)["input_ids"]
     special = special_ids(tokenizer)
     return next((int(one) for one in written if one in special), eos)
+
+
+def answer_end(tokenizer: Any, stop_ids: Sequence[int], written: int | None = None) -> int:
+    """The id with which an answer ends that the student did not write itself: a given one, or one to be taught.
+
+    `written`: in a chat, what its template writes after a turn (`turn_end`), taken if generation stops at it.
+    Else, and after plain text, the tokenizer's eos, or one of `stop_ids`.
+    """
+    own = tokenizer.eos_token_id
+    if written is not None and written in stop_ids:
+        return int(written)
+    return int(own) if own in stop_ids or not stop_ids else int(stop_ids[0])

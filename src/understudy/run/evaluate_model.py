@@ -164,7 +164,8 @@ def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> L
     )
     if subject.run:
         store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
-        put_student(student.model, store.load(best_step(store) if best else None).policy)
+        checkpoint = store.load(best_step(store) if best else None, optimizer=False)
+        put_student(student.model, checkpoint.policy)
     return student
 
 

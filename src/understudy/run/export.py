@@ -27,7 +27,8 @@ def export_run(
     run = RunDir.open(run_path)
     recipe = parse_recipe(stored(read_json(run.recipe)))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
-    checkpoint = store.load(best_step(store) if best else None)
+    # The average is stored with the optimizer's state.
+    checkpoint = store.load(best_step(store) if best else None, optimizer=averaged)
     metrics = [line for line in read_metrics(run.metrics) if line["step"] <= checkpoint.step]
     card = {
         "student": recipe.student.model,

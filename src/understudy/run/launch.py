@@ -72,6 +72,7 @@ from understudy.trainers.checkpoints import (
     verify_followers,
 )
 from understudy.trainers.critic.remote import RemoteCritic
+from understudy.trainers.evaluation.evaluate import lacks_evaluation
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.row_columns import PARTITION
@@ -131,7 +132,7 @@ async def resume(
     refuse_cut_window(run, changed_recipe(run, ())[0].trainer, recipe.trainer, len(data.train))
     recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
     saved = last_checkpoint_step(run)
-    finished = saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished"
+    finished = _is_finished(recipe, run, saved) and read_json(run.state).get("status") == "finished"
     if finished and await asyncio.to_thread(is_whole, run.checkpoints, saved):
         await asyncio.to_thread(_complete_files, run, saved)
         with LiveView(recipe.trainer.steps, enabled=progress) as view:
@@ -142,6 +143,12 @@ async def resume(
     for change in changes:
         tell(f"changed {change}")
     return await _train(recipe, data, run, progress, None, changes, callbacks)
+
+
+def _is_finished(recipe: Recipe, run: RunDir, steps: int) -> bool:
+    """Whether all steps were taken, and the last one evaluated if the run has held-out problems."""
+    evaluates = recipe.data.eval is not None and recipe.data.reward is not None
+    return steps >= recipe.trainer.steps and not (evaluates and lacks_evaluation(run.metrics, steps))
 
 
 def _complete_files(run: RunDir, step: int) -> None:
@@ -216,7 +223,7 @@ async def _train(
                 stop,
                 view.note,
             )
-        outcome = "finished" if steps >= recipe.trainer.steps else "stopped"
+        outcome = "finished" if _is_finished(recipe, run, steps) else "stopped"
     except asyncio.CancelledError:
         outcome, detail = "stopped", "interrupted while starting"
         raise KeyboardInterrupt from None
@@ -257,6 +264,8 @@ async def _attempt(
     try:
         view.phase(f"run directory {run.path}")
         checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
+        if checkpoint and checkpoint.skipped:
+            view.note(f"{'; '.join(checkpoint.skipped)}; going back to step {checkpoint.step}")
         forget_after(run, checkpoint.step if checkpoint else None)
         write_stopped = partial(_write_state, run, "stopped", "", facts)
         calls = CallbackRunner(callbacks, stop, run.path, recipe.trainer.steps) if callbacks else None

@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -29,6 +33,8 @@ from understudy.serving.endpoint import Endpoint
 JSON = "application/json"
 _KEEP_ALIVE_S = 30.0
 _READ_BYTES = 1 << 20
+_ASK_TO_WAIT = (429, 503)
+"""Statuses whose `Retry-After` header is read."""
 
 
 class ServerError(UnderstudyError):
@@ -59,6 +65,8 @@ class Reply:
     body: bytes
     kind: str
     """Its content type."""
+    retry_after: float | None = None
+    """Seconds for which a server that is busy (429, 503) asks not to be asked again; None if it does not say."""
 
     @property
     def text(self) -> str:
@@ -90,6 +98,26 @@ class Reply:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return answer.get("error", answer) if isinstance(answer, dict) else None
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """The seconds of a `Retry-After` header: a number, or a date, which is compared with the server's own clock (`Date`)."""
+    told = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", told):
+        return float(told)
+    until = _seconds_of(told)
+    if until is None:
+        return None
+    now = _seconds_of(headers.get("Date", ""))
+    return max(0.0, until - (time.time() if now is None else now))
+
+
+def _seconds_of(date: str) -> float | None:
+    try:
+        found = parsedate_to_datetime(date)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 class ServerClient:
@@ -184,7 +212,8 @@ class ServerClient:
             if response.status == DAMAGED or is_damaged(response.headers, answer):
                 which = "request" if response.status == DAMAGED else "answer"
                 raise ConnectionError(f"the body of the {which} was damaged on its way")
-            return Reply(response.status, answer, response.headers.get("Content-Type", JSON))
+            wait = retry_after(response.headers) if response.status in _ASK_TO_WAIT else None
+            return Reply(response.status, answer, response.headers.get("Content-Type", JSON), wait)
 
     def _open(self) -> aiohttp.ClientSession:
         """The session, made at the first request: it belongs to the event loop of the requests."""

@@ -24,6 +24,8 @@ from typing import Any
 import msgspec
 import torch
 
+from understudy.dataplane.journal.schema import FILE_NAME
+from understudy.dataplane.ledger import Ledger
 from understudy.errors import CallbackError, CheckpointError, TeacherError
 from understudy.observability.faults import point
 from understudy.observability.metrics import cut_back
@@ -163,19 +165,22 @@ async def _let_go(state: RunState, *, keep_best: bool) -> None:
 
 
 def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
-    """The newest checkpoint that verifies; damaged ones after it are removed. Only the run's one writer may
-    call it."""
+    """The newest checkpoint that verifies; damaged ones after it are removed. Raises, and removes nothing, if the journal no longer
+    has the rows to go on from it. Only the run's one writer may call it."""
     store = CheckpointStore(run.checkpoints, keep)
     if not store.steps():
         return None
     checkpoint = store.load()
+    journal = run.dataplane / FILE_NAME
+    settled = Ledger(journal).settled() if journal.exists() else -1
+    # Of damaged checkpoints that an earlier resume removed only the journal still knows.
+    if checkpoint.step < settled or checkpoint.step not in store.resumable():
+        found = f"whole: {'; '.join(checkpoint.skipped)}" if checkpoint.skipped else "left"
+        raise CheckpointError(
+            f"no checkpoint of {run.path} that it can go on from is {found}. The one of step {checkpoint.step} is, but the rows "
+            "after it are deleted: put back a copy of a later one, or start a new run from an export of it (`understudy export`)"
+        )
     if checkpoint.skipped:
-        if checkpoint.step not in store.resumable():
-            raise CheckpointError(
-                f"no checkpoint of {run.path} that it can go on from is whole: {'; '.join(checkpoint.skipped)}. The one of step "
-                f"{checkpoint.step} is, but the rows after it are deleted: put back a copy of a later one, or start a new run from an "
-                "export of it (`understudy export`)"
-            )
         try:
             store.remove_after(checkpoint.step)
         except OSError as error:

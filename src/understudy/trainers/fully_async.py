@@ -54,7 +54,7 @@ from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
 from understudy.trainers.call_batching import BatchByArrival, CallBatcher
 from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
-from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
+from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated, evaluation_due
 from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics
@@ -104,8 +104,7 @@ async def train_fully_async(system: System, stop: Interrupts) -> int:
 async def _train(system: System, stop: Interrupts) -> int:
     install_filters(system.producer)
     run = await _AsyncRun.of(system)
-    if run.first_step == 0:
-        await evaluate_first(run.system, stop)
+    await evaluate_first(run.system, stop)
     async with asyncio.TaskGroup() as tasks:
         admission = tasks.create_task(run.admit(tasks), name="admit")
         try:
@@ -225,7 +224,6 @@ class _AsyncRun:
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system
         saved, profile_steps = step, system.learner.settings.profile_steps
-        evaluation_due = self._due_since_publish(step)
         while step < trainer.steps and not stop.requested:
             try:
                 async with profiled(system.state.run.path, step + 1, step + 1 in profile_steps):
@@ -236,10 +234,8 @@ class _AsyncRun:
                 await keep_weights(system, step, saved)
                 raise
             step += 1
-            evaluation_due |= bool(trainer.eval_every) and step % trainer.eval_every == 0
-            if self._publishes_after(step) and (evaluation_due or step == trainer.steps):
+            if evaluation_due(system.learner.settings, step):
                 line = await evaluated(system, step, line, stop)
-                evaluation_due = False
             await record_step(system, step, line)
             point("async.after_metrics")
             if checkpoint_due(system, step, line) or stop.requested:
@@ -345,14 +341,6 @@ class _AsyncRun:
                 f"every row of step {step} failed; the reasons are in {system.state.run.dead_letters}"
             )
         return await claim(prompts)
-
-    def _due_since_publish(self, step: int) -> bool:
-        """Whether an evaluation became due between the last publish and `step`, from which a resumed run goes on."""
-        every, published = (
-            self.system.learner.settings.trainer.eval_every,
-            step // self.windows.sync_every * self.windows.sync_every,
-        )
-        return bool(every) and step // every > published // every
 
     def _publishes_after(self, step: int) -> bool:
         return step == self.windows.last_step(self.windows.of_step(step))

@@ -99,14 +99,19 @@ def load_model(
     transformers_logging.disable_progress_bar()  # a run has its own display
     where = resolve_device(device)
     student = load_student(name, dtype, where, trust_remote_code, revision, attention)
-    configured = student.model.generation_config.eos_token_id if student.model.generation_config else None
-    stops = configured if isinstance(configured, list) else [configured]
-    known = sorted({int(stop) for stop in [*stops, student.tokenizer.eos_token_id] if stop is not None})
+    known = stop_ids(student.model, student.tokenizer)
     if not known:
         raise DataError(
             f"{name} names no end-of-sequence token; set eos_token_id in its generation_config.json"
         )
-    return LoadedModel(student.model, student.tokenizer, student.context_length, where, tuple(known))
+    return LoadedModel(student.model, student.tokenizer, student.context_length, where, known)
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids at which generation stops: those of the generation config, and the tokenizer's EOS."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    stops = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({int(stop) for stop in [*stops, tokenizer.eos_token_id] if stop is not None}))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -20,7 +20,7 @@ from understudy.errors import PolicyError
 from understudy.observability.faults import point
 from understudy.observability.profile import profiled
 from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
-from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
+from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated, evaluation_due
 from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics
@@ -40,8 +40,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     system = replace(system, producer=meters.watching(system.producer))
     install_filters(system.producer)
     step, profile_steps = system.learner.policy.step, system.learner.settings.profile_steps
-    if step == 0:
-        await evaluate_first(system, stop)
+    await evaluate_first(system, stop)
     saved = step
     while step < trainer.steps and not stop.requested:
         before = system.producer.cursor.state()
@@ -56,7 +55,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
             await keep_weights(system, step, saved)
             raise
         step += 1
-        if (trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps:
+        if evaluation_due(system.learner.settings, step):
             line = await evaluated(system, step, line, stop)
         await record_step(system, step, line)
         point("sync.after_metrics")

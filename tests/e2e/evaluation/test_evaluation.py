@@ -1,6 +1,8 @@
 """Evaluation inside a run: sampled measures, the best checkpoint, and the commands that use it."""
 
 import json
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,71 @@ def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Pat
     )
     assert float(found["accuracy"]) == pytest.approx(line["val/accuracy"], abs=1e-4)
     assert "pass@2" in found
+
+
+@pytest.mark.parametrize("trouble", ["missing", "damaged"])
+def test_a_model_is_whole_without_the_optimizer_s_state(
+    place: Path, recipe: Make, tmp_path: Path, trouble: str
+) -> None:
+    """`export` and `eval` used to refuse a checkpoint whose weights were whole. A resume does so still."""
+    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    files = sorted((run / "checkpoints").glob("step-*/optimizer.safetensors"))
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        if trouble == "damaged":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
+    for words, folder in ((["--best"], files[0].parent), ([], files[-1].parent)):
+        out = tmp_path / f"model{len(words)}"
+        code, output = call_cli("export", str(run), str(out), *words)
+        assert code == 0, output
+        exported, stored = (load_file(one / "model.safetensors") for one in (out, folder))
+        assert all(exported[name].tobytes() == stored[name].tobytes() for name in stored)
+        code, output = call_cli("eval", str(run), "--samples", "2", *words)
+        assert code == 0, output
+    code, output = call_cli("export", str(run), str(tmp_path / "averaged"), "--averaged")
+    assert code == 2 and "optimizer.safetensors" in output, output
+    code, output = call_cli("resume", str(run), "trainer.steps=7", "--quiet")
+    assert code == 2 and "is whole" in output and "optimizer.safetensors" in output, output
+    (files[-1].parent / "model.safetensors").unlink()
+    code, output = call_cli("export", str(run), str(tmp_path / "earlier"))
+    assert code == 0, output
+    assert "| Steps trained | 4 |" in (tmp_path / "earlier" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
+    place: Path, recipe: Make, tmp_path: Path
+) -> None:
+    """The newest checkpoint is damaged, and the one before it too once the run has gone back to it. What is left is the best one. The
+    journal cannot return so far, which used to be found after the metrics were cut and the damaged checkpoint was removed."""
+    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    store, lines = CheckpointStore(run / "checkpoints"), read_metrics(run / "metrics.jsonl")
+    best = store.marked("best")
+    damage(run, 6)
+    code, output = run_cli("resume", str(run), fault="sync.after_produce:1")
+    assert code == -signal.SIGKILL and store.steps() == [best, 4], output
+    assert "step-000006 is damaged" in output and "going back to step 4" in output, output
+    content = damage(run, 4)
+    before = (run / "metrics.jsonl").read_bytes()
+    code, output = run_cli("resume", str(run))
+    assert code == 2 and "step-000004 is damaged" in output, output
+    assert f"The one of step {best} is, but the rows after it are deleted" in output, output
+    assert store.steps() == [best, 4] and (run / "metrics.jsonl").read_bytes() == before
+    (run / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(content)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    again = read_metrics(run / "metrics.jsonl")
+    assert list(map(without_clock, again)) == list(map(without_clock, lines))
+
+
+def damage(run: Path, step: int) -> bytes:
+    """Changes a byte of a checkpoint's weights; returns what they were."""
+    file = run / "checkpoints" / f"step-{step:06d}" / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
+    return content
 
 
 def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:

@@ -102,8 +102,10 @@ def test_an_evaluation_that_breaks_keeps_the_step(
     run = Path(table["run"]["dir"])
     assert CheckpointStore(run / "checkpoints").steps() == [2]
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
-    code, output = run_cli("resume", str(run), "--quiet")
+    code, output = run_cli("resume", str(run), "trainer.eval_samples=10", "--quiet")
     assert code == 0, output
+    evaluated = ["val/accuracy" in line for line in read_metrics(run / "metrics.jsonl")]
+    assert evaluated == [True, False, True, False, True], "the resume begins with the evaluation that broke"
     report = audit(run)
     assert report.balanced and report.per_step == dict.fromkeys(range(1, 5), 16)
 

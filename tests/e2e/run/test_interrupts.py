@@ -1,5 +1,6 @@
 """Ctrl-C once: finish the step, save, leave. Twice: leave now. No orphan either way."""
 
+import json
 import os
 import pty
 import re
@@ -7,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
+from small_runs import ASSETS, Command, call_cli, run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
-from understudy.observability.metrics import read_metrics
+from understudy.observability.metrics import read_metrics, without_clock
 from understudy.observability.rundir import read_json
 from understudy.observability.watchdog import read_waits
 
@@ -154,6 +156,56 @@ def test_a_step_whose_rewards_never_come_is_given_up(
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [
+        ("sync", 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sync", 2), ("fully_async", 4))),
+    ],
+)
+def test_an_evaluation_that_was_cut_short_is_run_by_the_resume(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
+) -> None:
+    """Of the last step: the run used to count as finished, without the accuracy of its last student."""
+    problems = tmp_path / "held-out.jsonl"
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:8]
+    problems.write_text("\n".join(lines) + "\n")
+    changes: dict[str, Any] = {"data__eval": str(problems), "data__reward": "small_rewards:hangs_later"}
+    changes |= {"trainer__mode": mode, "trainer__eval_every": 2 if step == 2 else 0}
+    changes["run__python_path"] = [str(Path(__file__).parents[1])]
+    table = recipe(mode, trainer__checkpoint_every=5000, **changes)
+    run = Path(table["run"]["dir"])
+    monkeypatch.setenv(
+        "HANGS_AFTER", str(8 + 16 * step + 3)
+    )  # three of the eight answers after this step have a reward
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)))
+    until_held_up(process, run, "evaluate")
+    output = assert_leaves(process, run, "SIGINT")
+    assert f"the evaluation after step {step} was cut short" in output
+    assert "val/accuracy" not in read_metrics(run / "metrics.jsonl")[-1]
+    monkeypatch.delenv("HANGS_AFTER")
+    code, output = run_cli("resume", str(run))
+    assert code == 0 and f"continuing after step {step}" in output, output
+    assert read_json(run / "state.json")["status"] == "finished"
+    found = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4]
+    assert found[-1]["val/accuracy"] >= 0
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    answers = Counter(sample["step"] for sample in samples if sample["model"] == "student")
+    assert answers == dict.fromkeys((0, step, 4), 8)
+    best = max(found[1:], key=lambda line: (line.get("val/accuracy", -1), -line["step"]))["step"]
+    assert (run / "checkpoints" / "best").read_text() == f"step-{best:06d}\n"
+    if mode == "sync":
+        table["run"]["dir"] = str(tmp_path / "undisturbed")
+        code, output = call_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+        assert code == 0, output
+        expected = read_metrics(tmp_path / "undisturbed" / "metrics.jsonl")
+        assert list(map(without_clock, found)) == list(map(without_clock, expected))
+    code, output = run_cli("resume", str(run))
+    assert code == 0 and "nothing to do" in output, output
+    assert read_metrics(run / "metrics.jsonl") == found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "how"), [("fully_async", "SIGTERM"), ("sync", "SIGINT")])
 def test_a_step_whose_teacher_stands_still_is_given_up(
@@ -186,8 +238,8 @@ def until_held_up(process: Command, run: Path, name: str) -> None:
                 return
 
 
-def assert_leaves(process: Command, run: Path, how: str) -> None:
-    """One signal; within 30 s the process is gone, and the last finished step is saved."""
+def assert_leaves(process: Command, run: Path, how: str) -> str:
+    """One signal; within 30 s the process is gone, and the last finished step is saved. Returns what it printed."""
     os.kill(process.pid, getattr(signal, how))
     output, _ = process.communicate(timeout=30)
     lines = read_metrics(run / "metrics.jsonl")
@@ -196,6 +248,7 @@ def assert_leaves(process: Command, run: Path, how: str) -> None:
     steps = [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
     assert read_json(run / "state.json")["status"] == "stopped" and steps == [lines[-1]["step"]]
     assert audit(run).balanced
+    return output
 
 
 @pytest.mark.slow

@@ -75,8 +75,8 @@ BUGS = {
     "an ejected replica is asked": Bug(
         "pool",
         (
-            ("teacher/pool/supervisor.py", "for replica in self.replicas.values() if replica.health.state is State.SUSPECT\n",
-             "for replica in self.replicas.values() if replica.client is not None\n"),
+            ("teacher/pool/supervisor.py", "for replica in awake if replica.health.state is State.SUSPECT]",
+             "for replica in awake if replica.client is not None]"),
             ("teacher/pool/pool.py", "if not replica.health.usable:", "if False:"),
         ),
     ),

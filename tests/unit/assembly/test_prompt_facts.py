@@ -5,14 +5,16 @@ import json
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from chat_tokenizers import chat_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from understudy.assembly.prompt_facts import longest_request, once_longest_prompt, prompt_lengths
-from understudy.config import DataConfig, parse_recipe
+from understudy.assembly.prompt_facts import aligners_of, longest_request, once_longest_prompt, prompt_lengths
+from understudy.config import DataConfig, RolloutConfig, parse_recipe
 from understudy.planning.resolved import resolve
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
@@ -46,6 +48,19 @@ def prompts(tmp_path: Path) -> Dataset:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_dataset(path)
+
+
+def test_a_turn_ends_as_the_template_of_the_recipe_ends_it() -> None:
+    """Of the student's ends the teacher's is compared with the one that is written."""
+    ours, theirs = chat_tokenizer("chatml"), chat_tokenizer("llama3")
+    ours.chat_template = {"default": ours.chat_template, "other": "{{ messages[-1].content }}<|endoftext|>"}
+    ends = {name: int(ours.convert_tokens_to_ids(name)) for name in ("<|im_end|>", "<|endoftext|>")}
+    student: Any = SimpleNamespace(tokenizer=ours, stop_ids=sorted(ends.values()))
+    for chosen, end in (("default", "<|im_end|>"), ("other", "<|endoftext|>")):
+        rollout = RolloutConfig(template_options={"chat_template": chosen})
+        (found,) = aligners_of(rollout, student, {"t": theirs}, None).values()
+        assert found._ends.student_own == ends[end]
+        assert found._ends.teacher == theirs.convert_tokens_to_ids("<|eot_id|>")
 
 
 def by_hand(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, room: int, tail: str) -> int:

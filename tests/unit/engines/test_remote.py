@@ -1,6 +1,7 @@
 """The remote engine's own part: balance, retries, refusals, checks on answers. The servers are real, on loopback."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,32 @@ def test_a_failing_server_costs_nothing_but_a_detour() -> None:
         assert len(bad.bodies) == before, "it rests after a row of failures"
 
     run([bad, good], body, timeout_s=20)
+
+
+class Busy(Server):
+    """Answers its first request with 429 and a time to wait."""
+
+    def __init__(self, seconds: str) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self.asked_at: list[float] = []
+
+    async def handle(self, request: Request) -> Response:
+        self.asked_at.append(time.monotonic())
+        if len(self.asked_at) == 1:
+            return PlainTextResponse("slowly", status_code=429, headers={"Retry-After": self._seconds})
+        return await super().handle(request)
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("1", 1.0), ("3600", 2.0)])
+def test_a_server_gets_the_time_that_it_asks_for_up_to_half_of_the_request_s(
+    asked: str, waited: float
+) -> None:
+    server = Busy(asked)
+    (said,) = run([server], lambda engine: engine.generate([request()]), timeout_s=4.0)
+    assert said.tokens.tolist() == [7] * 4
+    first, second = server.asked_at
+    assert waited <= second - first < waited + 1.5
 
 
 def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
@@ -444,6 +471,22 @@ def test_rest_and_return() -> None:
     assert replicas.pick("x", 1) is None
     replicas.back(preferred)
     assert replicas.pick("x", 1) is preferred
+
+
+def test_a_server_that_names_a_time_rests_so_long() -> None:
+    now = 0.0
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
+    busy = replicas.all[0]
+    for wait in (20.0, 5.0):
+        replicas.failed(busy, 0, "503", wait)
+    assert busy.failures == 0 and busy.resting_until == 20.0
+    assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4))
+    now = 20.0
+    assert replicas.pick("x", 1) is busy
+    replicas.gone(busy)
+    replicas.failed(busy, 0, "503", 5.0)
+    now = 1e6
+    assert replicas.pick("y", 1) is replicas.all[1], "one that is gone stays gone"
 
 
 def test_a_fast_failure_does_not_look_idle() -> None:

@@ -62,6 +62,17 @@ def test_numbers_go_to_the_logger_and_everything_to_the_file(tmp_path: Path, rec
     assert [line["step"] for line in lines] == [0, 1, 2] and lines[0]["name"] == "text"
 
 
+def test_a_line_that_is_completed_is_told_whole(tmp_path: Path, recorder: Recorder) -> None:
+    metrics = LoggedMetrics(tmp_path / "metrics.jsonl", ["wandb"])
+    metrics.write(3, {"actor/loss": 0.5})
+    metrics.complete(3, {"val/accuracy": 1.0})
+    metrics.close()
+    assert recorder.seen == [
+        (3, {"actor/loss": 0.5}),
+        (3, {"actor/loss": 0.5, "val/accuracy": 1.0}),
+    ]
+
+
 def test_a_failing_logger_is_warned_about_once_and_the_file_goes_on(
     tmp_path: Path, recorder: Recorder
 ) -> None:

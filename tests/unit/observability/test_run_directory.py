@@ -58,6 +58,18 @@ def test_metrics_are_written_whole_and_cut_back(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
+def test_the_last_line_of_metrics_can_be_completed(tmp_path: Path) -> None:
+    """As when the evaluation of a saved step is made after a resume. Later lines follow it."""
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(2):
+        writer.write(step, {"b": float("nan"), "d": step})
+    line = writer.complete(1, {"a": float("inf"), "c": 3.0})
+    writer.write(2, {})
+    writer.close()
+    assert list(line.items()) == [("step", 1), ("a", None), ("b", None), ("c", 3.0), ("d", 1)]
+    assert read_metrics(writer.path) == [{"step": 0, "b": None, "d": 0}, line, {"step": 2}]
+
+
 def test_secrets_are_hidden_and_plain_words_are_not() -> None:
     table = {
         "token": "abc",

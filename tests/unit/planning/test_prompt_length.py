@@ -1,6 +1,7 @@
 """`check` measures prompts as the run renders them, without importing transformers."""
 
 import json
+from contextlib import AsyncExitStack
 from copy import copy
 from pathlib import Path
 from shutil import rmtree
@@ -11,6 +12,7 @@ from chat_tokenizers import chat_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3Config
 
+from understudy.assembly.prompt_facts import teacher_prompts_of
 from understudy.config import parse_recipe
 from understudy.errors import DataError
 from understudy.planning.data_checks import prompt_length
@@ -88,7 +90,7 @@ def test_a_message_with_null_has_no_such_key(tmp_path: Path) -> None:
 
 NAMED = {
     "default": "{{ messages[0].content }}",
-    "tool_use": "{{ tools | length }} tools: {{ messages[0].content }}",
+    "tool_use": "{{ (tools or []) | length }} tools: {{ messages[0].content }}",
     "rag": "{{ documents }}",
 }
 
@@ -125,6 +127,72 @@ def test_no_template_is_the_default(tmp_path: Path) -> None:
         DataError, match="the tokenizer has none named `default`, only rag, tool_use; rename one"
     ):
         lengths(folder, {"messages": CHAT})
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ("default", "What is 1 + 2?"),
+        ("tool_use", "0 tools: What is 1 + 2?"),
+        ("terse", "Q: What is 1 + 2?"),
+        ("<{{ messages[0].content }}>{{ chat_template }}", "<What is 1 + 2?>"),
+    ],
+)
+def test_the_template_that_the_recipe_chooses(tmp_path: Path, as_files: bool, chosen: str, text: str) -> None:
+    """`rollout.template_options.chat_template`, by name or as a text; with and without tools."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = {**NAMED, "terse": "Q: {{ messages[0].content }}"}
+    folder = written(tokenizer, tmp_path)
+    if not as_files:
+        as_one_list(tmp_path, tokenizer.chat_template)
+    for tools in (None, [TOOL]):
+        measured, rendered = lengths(
+            folder, {"messages": CHAT, "tools": tools}, template_options={"chat_template": chosen}
+        )
+        seen = text.replace("0 tools", "1 tools") if tools else text
+        assert measured == rendered == len(tokenizer(seen)["input_ids"])
+
+
+def test_a_template_of_the_recipe_for_a_tokenizer_without_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = None
+    options = {"chat_template": "Q: {{ messages[0].content }}"}
+    measured, rendered = lengths(written(tokenizer, tmp_path), {"messages": CHAT}, template_options=options)
+    assert measured == rendered == len(tokenizer("Q: What is 1 + 2?")["input_ids"])
+
+
+@pytest.mark.parametrize("chosen", ["terze", "", 7])
+def test_a_chosen_template_that_the_tokenizer_lacks(tmp_path: Path, chosen: Any) -> None:
+    """transformers would render the name itself, the same tokens for every row."""
+    tokenizer = chat_tokenizer("chatml")
+    options = {"chat_template": chosen}
+    folder = written(tokenizer, tmp_path / "one")
+    told = rf"rollout\.template_options\.chat_template = {chosen!r} is not a template, and the tokenizer of the student has"
+    with pytest.raises(DataError, match=f"{told} no templates with names"):
+        lengths(folder, {"messages": CHAT}, template_options=options)
+    tokenizer.chat_template = NAMED
+    folder = written(tokenizer, tmp_path / "several")
+    with pytest.raises(DataError, match=f"{told} default, rag, tool_use; give one of its names"):
+        lengths(folder, {"messages": CHAT}, template_options=options)
+    with pytest.raises(
+        DataError, match=r"rollout\.template_options\.chat_template is not Jinja .*unknown tag"
+    ):
+        lengths(folder, {"messages": CHAT}, template_options={"chat_template": "{% unknown %}"})
+
+
+def test_a_teacher_with_another_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "own: {{ messages[0].content }}{{ mood }}"
+    folder = written(tokenizer, tmp_path)
+    options = {"chat_template": "{{ messages[0].content }}", "mood": " calm"}
+    recipe = parse_recipe({"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}, "rollout": {"template_options": options}})  # fmt: skip
+    found = prompt_length(folder, recipe, owner="teachers.t", own_template=True)({"messages": CHAT})
+    seen = "own: What is 1 + 2? calm"
+    assert found is not None and found.length == len(tokenizer(seen)["input_ids"])
+    prompts = teacher_prompts_of(recipe.teachers, recipe.rollout, chat_tokenizer("llama3"), {"t": tokenizer}, None, AsyncExitStack())  # fmt: skip
+    ids = prompts.ids("t", Prompt("k", 0, 0, "", messages=tuple(CHAT)))
+    assert ids is not None and tokenizer.decode(ids) == seen
 
 
 def test_a_date_in_the_template_is_counted_as_the_run_writes_it(tmp_path: Path) -> None:

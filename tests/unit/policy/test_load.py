@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from small_runs import ASSETS
+import copy
+import logging
+from pathlib import Path
+from typing import Any
 
-from understudy.policy.load import load_tokenizer
+import pytest
+import torch
+from families import FAMILIES, Family, make
+from small_runs import ASSETS
+from transformers import AutoTokenizer
+
+from understudy.policy.load import load_student, load_tokenizer, switch_off_router_noise
 
 
 def test_a_text_longer_than_the_context_is_encoded_without_a_warning(
@@ -15,3 +23,57 @@ def test_a_text_longer_than_the_context_is_encoded_without_a_warning(
     tokenizer = load_tokenizer(str(ASSETS / "models" / "student"))
     assert len(tokenizer("12+34=" * 1000)["input_ids"]) > tokenizer.model_max_length
     assert "longer than" not in caplog.text + "".join(capfd.readouterr())
+
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NOISY = {
+    "phimoe": ({**_EXPERTS, "router_jitter_noise": 0.01, "input_jitter_noise": 0.1}, "PhimoeSparseMoeBlock, PhimoeTopKRouter"),
+    "phimoe-without-input-noise": ({**_EXPERTS, "router_jitter_noise": 0.01}, "PhimoeTopKRouter"),
+    "mixtral": ({**_EXPERTS, "router_jitter_noise": 0.1}, "MixtralSparseMoeBlock"),
+    "minimax": (
+        {**_EXPERTS, "router_jitter_noise": 0.1, "layer_types": ["full_attention"] * 2},
+        "MiniMaxSparseMoeBlock",
+    ),
+}  # fmt: skip
+IDS = torch.arange(1, 33)[None]
+
+
+def noisy(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kind = name.partition("-")[0]
+    monkeypatch.setitem(FAMILIES, "noisy", Family(kind, {"sliding_window": None, **NOISY[name][0]}))
+    return make("noisy")
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_routers_add_no_noise_in_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = noisy(name, monkeypatch)
+    expected = model(input_ids=IDS).logits
+    model.train()
+    assert not torch.equal(model(input_ids=IDS).logits, expected), "transformers' own training is noisy"
+    assert switch_off_router_noise(model) == NOISY[name][1].split(", ")
+    for one in (model, copy.deepcopy(model)):
+        one.eval()
+        one.train()
+        logits = one(input_ids=IDS).logits
+        assert one.training and torch.equal(logits, expected)
+        logits.square().sum().backward()
+        routers = [weight for key, weight in one.named_parameters() if "router" in key or ".gate." in key]
+        assert routers and all(weight.grad is not None and weight.grad.any() for weight in routers)
+
+
+def test_a_student_is_loaded_without_noise_and_its_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noisy("phimoe", monkeypatch).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ASSETS / "models" / "student").save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO):
+        model = load_student(str(tmp_path)).model
+    told = "the noise that PhimoeSparseMoeBlock, PhimoeTopKRouter adds in training is off"
+    assert model.training and caplog.text.count(told) == 1
+    assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_other_models_are_left_as_they_are() -> None:
+    for name in ("mixtral", "qwen3-moe"):
+        model = make(name).train()
+        assert switch_off_router_noise(model) == [] and all(module.training for module in model.modules())

@@ -1,9 +1,20 @@
 """Supervised training: what is learned, what is not, and how it ends."""
 
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from chat_tokenizers import ENDS, FAMILIES, chat_tokenizer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from understudy.policy.supervised import IGNORED, Encoded, SupervisedSchedule, pad_rows, train
+from understudy.policy.supervised import (
+    IGNORED,
+    Encoded,
+    SupervisedSchedule,
+    encode_chats,
+    pad_rows,
+    train,
+)
+from understudy.rollout.render import answer_end, turn_end
+from understudy.trainers.models import stop_ids
 
 PAD = 0
 
@@ -27,6 +38,21 @@ def test_labels_stand_one_before_their_token_and_only_where_it_is_trained() -> N
     assert encoded.tokens_BT.tolist() == [[1, 5, 6, 2], [1, 7, PAD, PAD]]
     assert encoded.labels_BT.tolist() == [[IGNORED, 6, 2, IGNORED], [7, IGNORED, IGNORED, IGNORED]]
     assert encoded.rows(torch.tensor([1])).tokens_BT.tolist() == [[1, 7]]
+
+
+@pytest.mark.parametrize("stops_there", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, *ENDS])
+def test_a_chat_ends_as_the_template_writes_it_where_generation_stops(family: str, stops_there: bool) -> None:
+    """Qwen's base models have another eos than their template writes, as Gemma 3 has; its instruct models stop at both."""
+    tokenizer, model = chat_tokenizer(family), tiny()
+    eos, written = tokenizer.eos_token_id, turn_end(tokenizer)
+    model.generation_config = GenerationConfig(eos_token_id=[eos, written] if stops_there else eos)
+    end = answer_end(tokenizer, stop_ids(model, tokenizer), written)
+    expected = tokenizer.convert_tokens_to_ids(ENDS.get(family, tokenizer.eos_token)) if stops_there else eos
+    labels_BT = encode_chats(tokenizer, [([{"role": "user", "content": "2+2?"}], "4")], end).labels_BT
+    said = labels_BT[labels_BT != IGNORED].tolist()
+    assert said == [*tokenizer.encode("4", add_special_tokens=False), expected]
+    assert answer_end(tokenizer, stop_ids(model, tokenizer)) == eos, "plain text ends with eos"
 
 
 def test_the_loss_is_the_mean_over_trained_tokens_and_falls() -> None:

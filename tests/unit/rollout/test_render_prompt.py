@@ -183,3 +183,16 @@ def test_an_end_without_a_name_is_written_once_between_turns(family: str) -> Non
     assert tokenizer.decode(ids).replace("<think>\n\n</think>\n\n", "") == whole
     cut = renderer.after_turn("k", after, ended=False).tolist()
     assert [*turns[:-1], *cut] == ids
+
+
+@pytest.mark.parametrize("chosen", ["terse", "{% for m in messages %}<{{ m.content }}>{% endfor %}"])
+def test_what_comes_after_a_turn_is_rendered_by_the_template_of_the_recipe(chosen: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    terse = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "no", "terse": terse}
+    renderer = Renderer(tokenizer, context=500, template_options={"chat_template": chosen})
+    for tools in (None, [{"type": "function", "function": {"name": "less", "parameters": {}}}]):
+        chat = [{"role": "user", "content": "Sure?"}, {"role": "user", "content": "Yes?"}]
+        ids = renderer.after_turn("k", chat, ended=True, tools=tools)
+        assert tokenizer.decode(ids) == "><Sure?><Yes?>"
+    assert renderer.turn_end == tokenizer.eos_token_id, "this template writes no special token"

@@ -1,8 +1,10 @@
 """The client of one server: connections are used again and bounded, and failures have their own errors."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from understudy.serving.client import (
     ServerGone,
     ServerRefused,
     ServerTimeout,
+    retry_after,
 )
 from understudy.serving.endpoint import Endpoint
 
@@ -81,6 +84,52 @@ async def echo(path: bytes) -> bytes:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "clock", "seconds"),
+    [
+        ("120", None, 120.0),
+        (" 1.5 ", None, 1.5),
+        ("0", None, 0.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:27:15 GMT", 45.0),
+        ("Wed, 21 Oct 2015 07:28:00 -0000", "Wed, 21 Oct 2015 07:27:15 GMT", 45.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:29:00 GMT", 0.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", None, 0.0),
+        ("9" * 400, None, float("inf")),
+        ("-3", None, None),
+        ("nan", None, None),
+        ("soon", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_time_that_a_server_asks_for(told: str, clock: str | None, seconds: float | None) -> None:
+    assert retry_after({"Retry-After": told} | ({"Date": clock} if clock else {})) == seconds
+
+
+def test_a_date_without_the_server_s_clock_is_compared_with_ours() -> None:
+    found = retry_after({"Retry-After": formatdate(time.time() + 60, usegmt=True)})
+    assert found is not None and 50 < found <= 60
+
+
+@pytest.mark.parametrize(("status", "seconds"), [(429, 7.0), (503, 7.0), (500, None), (200, None)])
+def test_a_busy_server_s_answer_says_how_long_to_wait(status: int, seconds: float | None) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %d X\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n" % status)
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        client = ServerClient("server", Endpoint(f"http://127.0.0.1:{port}"))
+        reply = await client.request("/", method="GET")
+        await client.close()
+        listening.close()
+        assert (reply.status, reply.retry_after) == (status, seconds)
+
+    run(scenario)
 
 
 def test_one_after_another_takes_one_connection() -> None:

@@ -18,7 +18,14 @@ from understudy.teacher.clients.http import (
     ScoringFailed,
     TeacherChannel,
 )
-from understudy.trainers.remote_rows.messages import TROUBLES, trouble_of
+from understudy.trainers.remote_rows.messages import (
+    TROUBLES,
+    as_error,
+    decode_answer,
+    encode,
+    failed,
+    trouble_of,
+)
 
 
 class Searches:
@@ -87,6 +94,18 @@ def test_a_gateways_status_is_not_the_rows_fault(statuses: tuple[int, ...], kind
         assert type(error) is kind and f"({status}): <html>busy</html>" in str(error)
         expected = TeacherUnavailable if kind is NotServing else kind
         assert TROUBLES[trouble_of(error)] is expected, "a worker passes it on as what it is"
+
+
+@pytest.mark.parametrize("seconds", [None, 12.5])
+def test_the_time_that_a_server_asks_for_reaches_the_pool_from_a_worker_too(seconds: float | None) -> None:
+    channel = TeacherChannel("http://127.0.0.1:1", None, "teacher", "r0")
+    error = channel.refusal("/v1/completions", Reply(429, b"slowly", "text/plain", seconds))
+    assert isinstance(error, TeacherUnavailable) and error.retry_after == seconds
+    passed_on = as_error(decode_answer(encode(failed(error))))
+    assert isinstance(passed_on, TeacherUnavailable) and passed_on.retry_after == seconds
+    assert str(passed_on) == str(error)
+    refused = as_error(decode_answer(encode(failed(channel.refusal("/", Reply(400, b"no", "text/plain"))))))
+    assert type(refused) is RequestRefused
 
 
 def test_a_native_replica_that_could_not_score_names_the_request() -> None:

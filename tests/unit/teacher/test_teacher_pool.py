@@ -599,6 +599,72 @@ def test_a_server_that_turns_requests_away_costs_time_and_no_rows(error: Teacher
     running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
+def busy(seconds: float) -> NotServing:
+    error = NotServing("(429) slowly")
+    error.retry_after = seconds
+    return error
+
+
+def test_a_server_that_names_a_time_is_not_asked_before_it() -> None:
+    """Neither by a request nor by a probe; the others serve meanwhile, and it is not ejected for it."""
+
+    async def test(rig: Rig) -> None:
+        first = rig.replicas["a"]
+        first.now, first.probe_error = failing(busy(20.0)), AssertionError("probed")
+        for _ in range(6):
+            await rig.score()
+        assert len(first.asked) == 1 and len(rig.replicas["b"].asked) == 6 and rig.pool.width == 1
+        first.now, first.probe_error = well, None
+        await rig.clock.advance(19.0 - rig.clock.now())
+        await rig.score()
+        assert len(first.asked) == 1 and rig.state("a") is State.HEALTHY
+        await rig.clock.advance(2.0)
+        calls = [asyncio.create_task(rig.pool.score(random_items(1))) for _ in range(4)]
+        await asyncio.gather(*calls)
+        assert len(first.asked) > 1 and rig.pool.width == 2 and not rig.told(EventKind.EJECTED)
+
+    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "waited"), [(20.0, 60.0, 20.0), (1e9, 60.0, 30.0), (1e9, None, 10.0)]
+)
+def test_calls_wait_as_long_as_the_only_server_asks_and_no_longer_than_they_may(
+    asked: float, most: float | None, waited: float
+) -> None:
+    async def test(rig: Rig) -> None:
+        (replica,) = rig.replicas.values()
+        replica.now = failing(busy(asked))
+        calls = [asyncio.create_task(rig.pool.score(random_items(1))) for _ in range(3)]
+        await rig.clock.advance(0.0)
+        first = len(replica.asked)
+        await rig.clock.advance(waited - 0.5)
+        paused = rig.told(EventKind.PAUSED)[0]
+        assert len(replica.asked) == first >= 1
+        assert "a at http://elsewhere resting ((429) slowly)" in paused.message
+        replica.now = well
+        await rig.clock.advance(3.0)
+        assert all(call.done() for call in calls) and len(rig.told(EventKind.RESUMED)) == 1
+
+    running(test, Rig("a", external=True, options=replace(OPTIONS, outage_most=most)))
+
+
+def test_a_server_that_names_a_time_while_it_is_probed_is_left_alone_too() -> None:
+    async def test(rig: Rig) -> None:
+        first = rig.replicas["a"]
+        first.now, first.probe_error = failing(REFUSED_CONNECTION), busy(25.0)
+        await rig.score()
+        await rig.clock.advance(1.0)
+        assert rig.state("a") is State.EJECTED
+        first.now, first.probe_error = well, None
+        await rig.clock.advance(22.0)
+        assert rig.state("a") is State.EJECTED and rig.pool.width == 1
+        await rig.clock.advance(5.0)
+        assert rig.state("a") is State.HEALTHY and rig.pool.width == 2
+
+    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+
+
 def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
     """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
 

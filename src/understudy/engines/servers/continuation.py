@@ -38,6 +38,12 @@ class UnreachableError(EngineError, ServerGone):
     """The address no longer answers: the server or its machine has died."""
 
 
+class BusyError(EngineError):
+    """The server asks not to be asked again for `retry_after` seconds."""
+
+    retry_after = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOrder:
     """How to ask a server for one piece; `Continuation` adds the request itself."""
@@ -178,7 +184,12 @@ class GenerationClient(ServerClient):
     def refusal(self, path: str, reply: Reply) -> EngineError:
         kind = RefusedError if reply.status in _REFUSALS else EngineError
         kind = UnreachableError if reply.status == BAD_GATEWAY else kind
-        return kind(f"{self.name} answered {path} with {reply.status}: {reply.text[:300]}")
+        told = f"{self.name} answered {path} with {reply.status}: {reply.text[:300]}"
+        if reply.retry_after is None:
+            return kind(told)
+        busy = BusyError(told)
+        busy.retry_after = reply.retry_after
+        return busy
 
 
 def check_candidates(dialect: Dialect, sampling: Sampling) -> None:

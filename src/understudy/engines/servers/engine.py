@@ -24,6 +24,7 @@ from torch import Tensor
 from understudy.engines.base import Detokenize, GenerateRequest, Generation
 from understudy.engines.replicas import EngineReplica, Replicas
 from understudy.engines.servers.continuation import (
+    BusyError,
     Continuation,
     GenerationClient,
     RefusedError,
@@ -55,7 +56,8 @@ class RemoteEngine:
 
     deadline_s    of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
     timeout_s     how long a request is retried before it fails. A failed attempt counts for a quarter of it at
-                  most, however long it generated; waits for a server that is being restarted do not count
+                  most, however long it generated; waits for a server that is being restarted do not count. A server
+                  that asks for a pause (`Retry-After`) gets it, up to half of this
     snapshots     folder for weights that servers read; in memory (/dev/shm) by default
     address       this machine's address as seen from remote servers, for broadcasts of weights
     seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
@@ -216,7 +218,9 @@ class RemoteEngine:
                 raise
             except EngineError as error:
                 problem = str(error)
-                self._replicas.failed(replica, size, problem)
+                wait = error.retry_after if isinstance(error, BusyError) else 0.0
+                # At most half of the time that it has, so that the request can still be tried again.
+                self._replicas.failed(replica, size, problem, min(wait, self._timeout_s / 2))
                 await asyncio.sleep(0.05)
                 # A server may die late in a long generation: then another one is still asked.
                 retried += min(time.monotonic() - began, self._timeout_s / 4)

@@ -83,7 +83,13 @@ class LoggedMetrics(MetricsWriter):
             self._teller.start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        line = super().write(step, values)
+        return self._logged(super().write(step, values))
+
+    def complete(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        # The whole line: a logger that is made now may discard what it has of this step.
+        return self._logged(super().complete(step, values))
+
+    def _logged(self, line: dict[str, Any]) -> dict[str, Any]:
         if self._teller is not None:
             self._lines.put(line)
         return line

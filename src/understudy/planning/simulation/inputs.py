@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -109,6 +110,12 @@ class Prediction:
     teacher_idle: float
     occupancy: float
     """Mean rows in an engine, as a share of `max_batch`."""
+
+
+def enough_steps(max_staleness: float, sync_every: int = 1) -> int:
+    """Updates to simulate: rows that wait in queues at the first publish that counts, up to `max_staleness` windows
+    of them, must matter little beside those trained until the last."""
+    return (16 + 10 * math.ceil(max_staleness)) * sync_every
 
 
 def sync_windows(batch_size: int, steps: int) -> Windows:

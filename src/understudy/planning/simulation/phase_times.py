@@ -13,7 +13,6 @@ out: they include compilation and cold caches.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,20 @@ from understudy.config.checks.capacity import max_prompts
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
-from understudy.planning.simulation.inputs import Costs, Prediction, SimulatedBatching, Split, StepTime, Work
+from understudy.planning.simulation.inputs import (
+    Costs,
+    Prediction,
+    SimulatedBatching,
+    Split,
+    StepTime,
+    Work,
+    enough_steps,
+    sync_windows,
+)
 from understudy.planning.simulation.simulate import simulate
 from understudy.planning.windows import Windows
 
 _WARM_UP = 3
-_SIMULATED_WINDOWS = 16
 _SIDES = ("trainer", "rollout", "teacher")
 
 
@@ -108,8 +115,8 @@ def windows_of(recipe: Recipe) -> Windows:
     """A recipe's schedule, over as many windows as the simulation needs."""
     trainer = recipe.trainer
     if trainer.mode == "sync":
-        return Windows(trainer.batch_size, 1, 0.0, _SIMULATED_WINDOWS)
-    steps = (_SIMULATED_WINDOWS + 3 * math.ceil(trainer.max_staleness)) * trainer.sync_every
+        return sync_windows(trainer.batch_size, enough_steps(0.0))
+    steps = enough_steps(trainer.max_staleness, trainer.sync_every)
     most = max_prompts(recipe.rollout, recipe.dataplane)
     return Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, steps, most)
 

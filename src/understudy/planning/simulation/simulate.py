@@ -332,15 +332,15 @@ def simulate(
 ) -> Prediction:
     """The steady state of a run with this schedule and split.
 
-    Measured between two publishes: after the first ones, which start with empty queues, and before the last
-    ones, when no prompt is left to admit.
+    Measured between two publishes: after the first ones, which start with empty queues and every slot free, and
+    before the last ones, when no prompt is left to admit.
     """
-    first, last = 2 + 2 * windows.oldest, windows.count - 1 - windows.oldest
+    first, last = 2 + 4 * windows.oldest, windows.count - 1 - windows.oldest
     if min(split.engines, split.trainer) < 1 or split.replicas < 0:
         raise ConfigError(f"a split needs at least one engine and one trainer device: {split}")
     if last <= first:
         raise ConfigError(
-            f"{windows.count} publishes are too few to measure between; simulate at least {4 + 3 * windows.oldest} windows"
+            f"{windows.count} publishes are too few to measure between; simulate at least {4 + 5 * windows.oldest} windows"
         )
     run = _Simulation(costs, work, windows, split, partial_rollouts=partial_rollouts, seed=seed)
     run.run()

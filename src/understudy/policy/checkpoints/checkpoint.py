@@ -64,6 +64,7 @@ class Checkpoint:
     path: Path
     step: int
     policy: PolicyState
+    """Without the optimizer's tensors if it was loaded as a model."""
     extra: Mapping[str, Any]
     """What the caller gave to `save`, unchanged: data cursor, journal position, teacher manifests …"""
     skipped: tuple[str, ...] = ()
@@ -112,9 +113,10 @@ class CheckpointStore:
         point("checkpoint.saved")
         return final
 
-    def load(self, step: int | None = None) -> Checkpoint:
+    def load(self, step: int | None = None, *, optimizer: bool = True) -> Checkpoint:
         """The latest checkpoint that verifies, or the one of `step` (then without a fallback).
 
+        With `optimizer = False` the optimizer's file is neither verified nor read: a model needs the weights alone.
         Reads only, so it may be called on the folder of a run that is still saving.
         """
         if step is not None:
@@ -123,11 +125,11 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"no checkpoint of step {step} in {self.root}; there are steps {self.steps()}"
                 )
-            return self._read(path)
+            return self._read(path, optimizer)
         skipped: list[str] = []
         for path in self._newest_first():
             try:
-                return self._read(path, tuple(skipped))
+                return self._read(path, optimizer, tuple(skipped))
             except CheckpointError as error:
                 logger.warning("%s; trying the checkpoint before it", error)
                 skipped.append(str(error))
@@ -265,13 +267,12 @@ class CheckpointStore:
             self.root / _name(step) for step in reversed(self.steps()) if latest is None or step <= latest
         ]
 
-    def _read(self, path: Path, skipped: tuple[str, ...] = ()) -> Checkpoint:
-        step = _verified_step(path)
+    def _read(self, path: Path, optimizer: bool, skipped: tuple[str, ...] = ()) -> Checkpoint:
+        step = _verified_step(path, optimizer)
         try:
             state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-            policy = PolicyState(
-                load_file(path / MODEL_FILE), load_file(path / OPTIMIZER_FILE), state["policy"]
-            )
+            moments = load_file(path / OPTIMIZER_FILE) if optimizer else {}
+            policy = PolicyState(load_file(path / MODEL_FILE), moments, state["policy"])
             return Checkpoint(path, step, policy, state["extra"], skipped)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
@@ -285,10 +286,10 @@ class CheckpointStore:
             )
 
 
-def verify(path: Path | str) -> None:
-    """Checks a checkpoint folder against its manifest; raises CheckpointError that names the first file that
-    differs."""
-    _verified_step(Path(path))
+def verify(path: Path | str, *, optimizer: bool = True) -> None:
+    """Checks a checkpoint folder against its manifest, the optimizer's file only if `optimizer`; raises CheckpointError that
+    names the first file that differs."""
+    _verified_step(Path(path), optimizer)
 
 
 def is_whole(root: Path, step: int) -> bool:
@@ -299,7 +300,7 @@ def is_whole(root: Path, step: int) -> bool:
         return False
 
 
-def _verified_step(path: Path) -> int:
+def _verified_step(path: Path, optimizer: bool = True) -> int:
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         version, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
@@ -311,7 +312,7 @@ def _verified_step(path: Path) -> int:
         raise CheckpointError(f"checkpoint {path} has format {version}, this version reads format {FORMAT}")
     if path.name != _name(step):
         raise CheckpointError(f"checkpoint {path} holds step {step}: the folder was renamed or mixed up")
-    for name in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE):
+    for name in (MODEL_FILE, *([OPTIMIZER_FILE] if optimizer else []), STATE_FILE):
         file, expected = path / name, files.get(name)
         if expected is None or not file.is_file():
             raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")

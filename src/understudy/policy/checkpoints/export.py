@@ -58,7 +58,7 @@ def export(
     """
     checkpoint, out = Path(run_checkpoint_dir), Path(out)
     check_free(out)
-    verify(checkpoint)
+    verify(checkpoint, optimizer=averaged)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

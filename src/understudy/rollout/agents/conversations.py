@@ -24,6 +24,7 @@ from understudy.errors import DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.toolcalls import Parse, ToolCall, said_beside
 from understudy.rollout.agents.transcript import Transcript
+from understudy.rollout.render import shown_tools
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -54,6 +55,8 @@ class _Conversation:
     transcript: Transcript
     said: list[Message]
     """All messages so far, with the student's answers as they were returned to the agent."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """The schemas that its prompt showed."""
     ended: bool = False
     """Whether the student ended its last turn itself."""
 
@@ -131,7 +134,9 @@ class Conversations:
                 and all(message["role"] != "assistant" for message in news)
                 and all(map(self._same, conversation.said, messages[:known]))
             ):
-                new = self.context.renderer.after_turn(self.prompt.key, news, ended=conversation.ended)
+                new = self.context.renderer.after_turn(
+                    self.prompt.key, news, ended=conversation.ended, tools=conversation.tools
+                )
                 return conversation, new
         return None
 
@@ -140,7 +145,7 @@ class Conversations:
     ) -> tuple[_Conversation, np.ndarray]:
         asked = replace(self.prompt, messages=tuple(messages), text=None)
         tokens = self.context.renderer.render(asked, tools=tools)
-        conversation = _Conversation(Transcript(tokens), list(messages))
+        conversation = _Conversation(Transcript(tokens), list(messages), shown_tools(self.prompt, tools))
         self._all.append(conversation)
         return conversation, tokens[:0]
 

@@ -12,6 +12,7 @@ import numpy as np
 from understudy.errors import DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.dataset import answer_text
+from understudy.rollout.render import answer_end
 from understudy.rollout.seeds import hash63
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Origin, StopReason, Trajectory
@@ -27,7 +28,9 @@ class GivenAnswer:
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         start = context.renderer.render(prompt)
         most = context.sampling_after(len(start)).max_new_tokens
-        answer = np.array([*self._text_ids(prompt, context), self._end(prompt, context)], np.int32)
+        written = context.renderer.turn_end if prompt.text is None else None
+        end = answer_end(context.renderer.tokenizer, context.sampling.stop_ids, written)
+        answer = np.array([*self._text_ids(prompt, context), end], np.int32)
         tokens = np.concatenate([start, answer[:most]]).astype(np.int32)
         return [
             Trajectory(
@@ -52,10 +55,3 @@ class GivenAnswer:
             ) from None
         ids: list[int] = context.renderer.tokenizer.encode(text, add_special_tokens=False)
         return ids
-
-    def _end(self, prompt: Prompt, context: LoopContext) -> int:
-        """The id that ends the student's turn: in a chat the one that its template writes, if rollouts end at it."""
-        own, stops = context.renderer.tokenizer.eos_token_id, context.sampling.stop_ids
-        if prompt.text is None and context.renderer.turn_end in stops:
-            return int(context.renderer.turn_end)
-        return int(own) if own in stops or not stops else int(stops[0])

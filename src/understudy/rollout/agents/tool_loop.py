@@ -71,8 +71,8 @@ class ToolLoop:
                 f"prompt {prompt.key} is plain text, and the tool loop reads chats: tools are told to the student by its chat "
                 "template. Give the row `messages` instead of `prompt`"
             )
-        tools = self._tools_of(prompt)
-        transcript = Transcript(context.renderer.render(prompt, tools=self.schemas(prompt)))
+        tools, schemas = self._tools_of(prompt), self.schemas(prompt)
+        transcript = Transcript(context.renderer.render(prompt, tools=schemas))
         results: list[ToolResult] = []
         tool_seconds, stop_reason = 0.0, None
         for turn in range(self._max_turns):
@@ -92,7 +92,7 @@ class ToolLoop:
             new = [stored(_encodable(result), context.renderer.pictures) for result in new]
             results += new
             messages = self._messages(calls, new)
-            observation = context.renderer.after_turn(prompt.key, messages, ended=ended)
+            observation = context.renderer.after_turn(prompt.key, messages, ended=ended, tools=schemas)
             if context.spent(transcript.generated) or len(transcript) + len(observation) >= context.context:
                 stop_reason = StopReason.LENGTH
                 break

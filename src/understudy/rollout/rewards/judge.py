@@ -36,6 +36,8 @@ QUESTION = """\
 # Answer to grade
 {answer}"""
 
+_WAITS = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between two attempts to reach the server."""
 _SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
@@ -45,7 +47,8 @@ class Judge:
 
     The key is read from the environment variable `key_variable` on first use and never shown. A reply without
     a score is requested again, up to `attempts` times, then raises `DataError` (the row fails). A server that
-    stays unreachable raises `EngineError`.
+    stays unreachable raises `EngineError`. One that names a time to wait (`Retry-After`) is given it, up to
+    `deadline_s`.
     """
 
     def __init__(
@@ -100,17 +103,20 @@ class Judge:
             "max_tokens": self._max_tokens,
         }
         problem = ""
-        for wait in (0.5, 1.0, 2.0, 4.0, 8.0):
+        for wait in (*_WAITS, None):
+            asked = 0.0
             try:
                 reply = await self._client().request("/chat/completions", msgspec.json.encode(body))
                 if reply.status < 400:
                     return str(msgspec.json.decode(reply.body)["choices"][0]["message"]["content"] or "")
                 problem = f"status {reply.status}: {reply.text[:200]}"
+                asked = min(reply.retry_after or 0.0, self._deadline_s)
                 if reply.status < 500 and reply.status not in (408, 429):
                     break
             except (ServerError, msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(wait)
+            if wait is not None:
+                await asyncio.sleep(max(wait, asked))
         raise EngineError(f"the judge at {URL(self._url).with_user(None)} cannot be asked: {problem}")
 
     def _client(self) -> ServerClient:

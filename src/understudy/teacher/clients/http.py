@@ -85,7 +85,9 @@ class TeacherChannel(ServerClient):
             return MediaMissing(f"{self.name}: {path} {told}")
         # A native replica that could not score a request answers 503 as well.
         if reply.status in NOT_NOW and not reply.has_kind:
-            return NotServing(f"{self.name}: {path} is not served now {told}")
+            unserved = NotServing(f"{self.name}: {path} is not served now {told}")
+            unserved.retry_after = reply.retry_after
+            return unserved
         if reply.status not in REFUSALS:
             return ScoringFailed(f"{self.name}: {path} failed {told}")
         kind = _REFUSED_BY.get(reply.status, RequestRefused)

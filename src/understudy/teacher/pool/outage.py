@@ -69,7 +69,6 @@ class Outage:
         states = []
         for replica in self._supervisor.replicas.values():
             where = f" at {replica.spec.endpoint.url}" if replica.spec.endpoint else ""
-            states.append(
-                f"{replica.name}{where} {replica.health.state.value} ({replica.health.last_reason})"
-            )
+            state = "resting" if replica.rests(self._clock.now()) else replica.health.state.value
+            states.append(f"{replica.name}{where} {state} ({replica.health.last_reason})")
         return "; ".join(states)

@@ -71,6 +71,12 @@ class PoolOptions:
     """For the requests in flight of a replica that is removed."""
     supervisor: SupervisorOptions = field(default_factory=SupervisorOptions)
 
+    @property
+    def longest_rest(self) -> float:
+        """How long a server is left alone at most that asks for it (`Retry-After`): it is asked again before the outage
+        is an error."""
+        return self.deadline_base if self.outage_most is None else self.outage_most / 2
+
 
 @dataclass(slots=True)
 class _Attempts:
@@ -122,7 +128,13 @@ class TeacherPool:
         self._clock = clock or MonotonicClock()
         self._rng = rng or random.Random(name)
         self._supervisor = ReplicaSupervisor(
-            name, launcher, connect, self._clock, self.options.supervisor, on_event
+            name,
+            launcher,
+            connect,
+            self._clock,
+            self.options.supervisor,
+            on_event,
+            self.options.longest_rest,
         )
         self._totals = PoolTotals()
         self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
@@ -305,6 +317,8 @@ class TeacherPool:
             async with replica.slots:
                 if not replica.health.usable:  # ejected while the request waited for its turn
                     return _Outcome(replica, None)
+                if replica.rests(self._clock.now()):  # its server asked for that meanwhile
+                    return _Outcome(replica, None)
                 started = self._clock.now()
                 scores = await self._checked(replica, items, self._deadline(replica, attempts))
         except (TeacherReplyError, ScoringFailed, TeacherUnavailable) as error:
@@ -347,7 +361,7 @@ class TeacherPool:
         attempts.tried.add(replica.name)
         attempts.timeouts += failure is Failure.TIMEOUT
         attempts.bad += failure in (Failure.BAD_REPLY, Failure.SERVER)
-        self._supervisor.request_failed(replica, failure, tokens, str(error))
+        self._supervisor.request_failed(replica, failure, tokens, error)
         if final and attempts.bad >= self.options.max_bad_attempts:
             raise error
         self._totals.retries += 1

@@ -35,6 +35,8 @@ class Replica:
     failures: dict[Failure, int] = field(default_factory=dict)
     ejections: int = 0
     restarts: int = 0
+    resting_until: float = 0.0
+    """Its server asked not to be asked before this time of the pool's clock (`Retry-After`)."""
     given_up: str | None = None
     """Why it is not restarted any more; begins with the end of its log. None while it may be."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
@@ -54,3 +56,12 @@ class Replica:
         self.failures[failure] = self.failures.get(failure, 0) + 1
         self.load.failed(tokens, now)
         self.health.request_failed(failure, reason)
+
+    def turned_away(self, failure: Failure, tokens: int, reason: str, now: float) -> None:
+        """Like `failed`, by a server that says when to come back: that is no fault, so its health does not change."""
+        self.failures[failure] = self.failures.get(failure, 0) + 1
+        self.load.failed(tokens, now)
+        self.health.last_reason = reason
+
+    def rests(self, now: float) -> bool:
+        return now < self.resting_until

@@ -80,7 +80,9 @@ class ReplicaSupervisor:
         clock: Clock,
         options: SupervisorOptions,
         emit: Callable[[PoolEvent], None],
+        longest_rest: float = 30.0,
     ) -> None:
+        """`longest_rest`: most seconds that a server is left alone at its own request (`Retry-After`)."""
         self.teacher = teacher
         self.replicas: dict[str, Replica] = {}
         self.identity: Identity | None = None
@@ -90,6 +92,7 @@ class ReplicaSupervisor:
         self._connect = connect
         self._clock = clock
         self._options = options
+        self._longest_rest = longest_rest
         self._emit = emit
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -189,22 +192,35 @@ class ReplicaSupervisor:
             await self.wait_for_change(1.0)
 
     def usable(self) -> list[Replica]:
-        """The healthy replicas; if there are none, the suspect ones."""
-        healthy = [replica for replica in self.replicas.values() if replica.health.state is State.HEALTHY]
-        return healthy or [
-            replica for replica in self.replicas.values() if replica.health.state is State.SUSPECT
-        ]
+        """The healthy replicas; if there are none, the suspect ones. None whose server asked to be left alone."""
+        now = self._clock.now()
+        awake = [replica for replica in self.replicas.values() if not replica.rests(now)]
+        healthy = [replica for replica in awake if replica.health.state is State.HEALTHY]
+        return healthy or [replica for replica in awake if replica.health.state is State.SUSPECT]
 
-    def request_failed(self, replica: Replica, failure: Failure, tokens: int, reason: str) -> None:
+    def request_failed(self, replica: Replica, failure: Failure, tokens: int, error: TeacherError) -> None:
         """Record the failure.
 
-        Eject the replica if its record is bad and another can serve; otherwise probe it.
+        Leave the replica alone if its server asks for that. Eject it if its record is bad and another can serve;
+        otherwise probe it.
         """
-        replica.failed(failure, tokens, reason, self._clock.now())
+        now = self._clock.now()
+        if self._asked_to_rest(replica, error):
+            replica.turned_away(failure, tokens, str(error), now)
+            return
+        replica.failed(failure, tokens, str(error), now)
         if replica.health.deserves_ejection and self._spare(replica):
             self._eject(replica)
         elif replica.health.state is State.SUSPECT and replica.probing is None:
             replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
+
+    def _asked_to_rest(self, replica: Replica, error: TeacherError) -> bool:
+        """Whether the server's answer says how long to leave it alone."""
+        if not isinstance(error, TeacherUnavailable) or not error.retry_after:
+            return False
+        until = self._clock.now() + min(error.retry_after, self._longest_rest)
+        replica.resting_until = max(replica.resting_until, until)
+        return True
 
     @property
     def given_up_reason(self) -> str | None:
@@ -276,6 +292,9 @@ class ReplicaSupervisor:
         try:
             async with asyncio.timeout(deadline):
                 return await identify(replica.client, deadline)
+        except TeacherUnavailable as error:
+            self._asked_to_rest(replica, error)
+            raise
         except TimeoutError as error:
             raise TeacherError(
                 f"teacher {self.teacher}, replica {replica.name} did not score the fixed tokens within {deadline:.1f} s"
@@ -371,7 +390,8 @@ class ReplicaSupervisor:
                     if was_usable:
                         replica.ejections += 1
                         self.tell(EventKind.EJECTED, replica.name, "its process died")
-                if replica.health.restart_due(self._clock.now()) and replica.restarting is None:
+                due = replica.health.restart_due(self._clock.now()) and not replica.rests(self._clock.now())
+                if due and replica.restarting is None:
                     replica.restarting = asyncio.create_task(
                         self._restart_lost(replica), name=f"revive-{replica.name}"
                     )

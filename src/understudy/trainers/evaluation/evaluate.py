@@ -18,14 +18,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from understudy.errors import RankLost
 from understudy.observability.faults import point
+from understudy.observability.metrics import cut_back, read_metrics
+from understudy.planning.resolved import LearnSettings
 from understudy.rollout.dataset import Dataset
 from understudy.rollout.row_length import longest_row
 from understudy.trainers.checkpoints import record_step, save_despite
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
+from understudy.trainers.evaluation.best_checkpoint import MEASURE
 from understudy.trainers.evaluation.evaluator import FailedAnswer
 from understudy.trainers.models import load_model
 from understudy.trainers.produce.produce import routing_value
@@ -202,22 +206,57 @@ def _shown(message: Mapping[str, Any]) -> str:
     )
 
 
+def evaluation_due(settings: LearnSettings, step: int) -> bool:
+    """Whether the student is evaluated after `step`: after the last step, and every `trainer.eval_every` steps. In a fully async
+    run an evaluation that is due inside a window waits for the window's publish."""
+    windows, every = settings.windows, settings.trainer.eval_every
+    window = windows.of_step(step)
+    published = windows.first_step(window) - 1
+    due = step == settings.trainer.steps or (every > 0 and step // every > published // every)
+    return due and step == windows.last_step(window)
+
+
+def lacks_evaluation(metrics: Path, step: int) -> bool:
+    """Whether the metrics of a step have no held-out accuracy."""
+    return any(line["step"] == step and MEASURE not in line for line in read_metrics(metrics))
+
+
 async def evaluate_first(system: System, stop: Interrupts) -> None:
-    """Evaluates student and teachers before the first step. There is nothing to save yet."""
+    """The evaluation before a launch's first step. A new run: of student and teachers; there is nothing to save yet. A resumed run:
+    of the step it continues from, if that one lacks its evaluation."""
+    step = system.learner.policy.step
     with suppress(Abandoned):
-        line = await stop.waiting(evaluate(system.producer, step=0, teachers=True))
-        if line:
+        if step > 0:
+            await _evaluate_again(system, step, stop)
+        elif line := await stop.waiting(evaluate(system.producer, step=0, teachers=True)):
             await record_step(system, 0, line)
+
+
+async def _evaluate_again(system: System, step: int, stop: Interrupts) -> None:
+    """Evaluates a saved step whose evaluation was cut short by a stop request or failed, and completes its metrics."""
+    state = system.state
+    due = evaluation_due(system.learner.settings, step) and lacks_evaluation(state.run.metrics, step)
+    if not due or not system.producer.eval_prompts:
+        return
+    cut_back(state.run.samples, step - 1)  # answers that the first attempt may have written
+    line = state.metrics.complete(step, await stop.waiting(evaluate(system.producer, step)))
+    state.view.step(line)
+    if system.learner.settings.trainer.keep_best and state.saves.best.consider(step, line):
+        await asyncio.to_thread(state.saves.best.mark, state.saves.store)
+    if state.callbacks is not None:
+        await state.callbacks.evaluation(step, line)
 
 
 async def evaluated(system: System, step: int, line: dict[str, Any], stop: Interrupts) -> dict[str, Any]:
     """The metrics of the step just taken, with held-out accuracy unless a stop request cut the evaluation
     short.
 
-    If the evaluation fails, the step is saved before the error is raised."""
+    If the evaluation fails, the step is saved before the error is raised. In both cases a resume evaluates the step first."""
     try:
         return line | await stop.waiting(evaluate(system.producer, step))
     except Abandoned:
+        if system.producer.eval_prompts:
+            system.state.view.note(f"the evaluation after step {step} was cut short; a resume runs it")
         return line
     except RankLost:
         raise

@@ -122,6 +122,8 @@ class ScoreAnswer(msgspec.Struct):
     trouble: str | None = None
     """A name in `TROUBLES`, or `ROWS`."""
     message: str = ""
+    retry_after: float | None = None
+    """Of trouble `unavailable`: `TeacherUnavailable.retry_after`."""
 
 
 ROWS = "rows"
@@ -147,6 +149,19 @@ decode_answer = frames.Decoder[ScoreAnswer](ScoreAnswer).decode
 
 def trouble_of(error: TeacherError) -> str:
     return next(name for name, kind in TROUBLES.items() if isinstance(error, kind))
+
+
+def failed(error: TeacherError) -> ScoreAnswer:
+    wait = error.retry_after if isinstance(error, TeacherUnavailable) else None
+    return ScoreAnswer([], trouble_of(error), str(error), wait)
+
+
+def as_error(answer: ScoreAnswer) -> TeacherError:
+    """The error of an answer with trouble, as the worker met it."""
+    error = TROUBLES[answer.trouble or "teacher"](answer.message)
+    if isinstance(error, TeacherUnavailable):
+        error.retry_after = answer.retry_after
+    return error
 
 
 def as_ordered(item: ScoreItem, order: OrderItem) -> ScoreItem:

@@ -89,7 +89,7 @@ class RemoteScoring:
         if answer.trouble == wire.ROWS:
             return None
         if answer.trouble is not None:
-            raise wire.TROUBLES[answer.trouble](answer.message)
+            raise wire.as_error(answer)
         found: list[ScoresRef] = []
         for item, one in zip(items, answer.scores, strict=True):
             if one.written is not None:

@@ -132,7 +132,7 @@ class RemoteRowHandler:
         except RowsUnreachable as error:
             return wire.encode(wire.ScoreAnswer([], wire.ROWS, str(error)))
         except TeacherError as error:
-            return wire.encode(wire.ScoreAnswer([], wire.trouble_of(error), str(error)))
+            return wire.encode(wire.failed(error))
         scores = [await one.fetch() for one in found]
         rows = {
             one.key: score_columns(one)

@@ -115,6 +115,7 @@ def test_plan_simulates_and_recommends(
         (["--decode", "1:0.1", "--update-token", "1", "--lengths", "9,2"], "from the least to the most"),
         (["--prompt-tokens=-1"], "--prompt-tokens -1: expected 0 or more"),
         (["--gpus", "4"], "--simulate shares out --devices"),
+        (["--decode-cached", "3e-8"], "--decode-cached without --decode"),
         (["no/such/run"], "no/such/run is no run directory"),
         (["--also", "no/such/run"], "no/such/run is no run directory"),
     ],

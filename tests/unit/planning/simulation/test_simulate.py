@@ -14,6 +14,7 @@ from understudy.planning.simulation.inputs import (
     Split,
     StepTime,
     Work,
+    enough_steps,
     quantile_lengths,
     sync_windows,
 )
@@ -96,7 +97,10 @@ def test_steps_read_the_cache_of_the_rows_that_are_left() -> None:
 
     def seconds(one: int, two: int) -> float:
         short, long = sorted((one, two))
-        both, alone = 2 * (20 + short / 2), 20 + (short + long) / 2  # cached tokens, on average over the steps
+        both, alone = (
+            2 * (20 + short / 2),
+            20 + (short + long) / 2,
+        )  # cached tokens, on average over the steps
         return 0.25 + long * 0.01 + 0.0001 * (short * both + (long - short) * alone) + 0.5
 
     spent = [seconds(one, two) for one, two in zip(drawn[::2], drawn[1::2], strict=True)]
@@ -161,6 +165,16 @@ def test_the_one_host_process_can_be_the_bottleneck() -> None:
     costs = Costs(StepTime.affine(0.001), host_row=0.05, update_fixed=0.1)
     found = simulate(costs, CONSTANT, Windows(32, 1, 2.0, 30), Split(2, 1, 0))
     assert found.rows_per_second == pytest.approx(1 / 0.05, rel=0.01)
+
+
+def test_rows_that_waited_before_the_first_publish_that_counts_are_no_throughput() -> None:
+    """Every slot is free at the start: the rows of five windows are handled at once, and the trainer lives on them
+    for a while. Over the long run it gets what the host process handles."""
+    costs = Costs(StepTime.affine(0.0001), host_row=0.05, update_fixed=0.2)
+    work = Work(quantile_lengths([10, 100, 20_000]), max_batch=64)
+    schedule = Windows(32, 1, 4.0, enough_steps(4.0))
+    found = simulate(costs, work, schedule, Split(8, 1, 0))
+    assert found.rows_per_second == pytest.approx(1 / 0.05, rel=0.03)
 
 
 def test_staleness_zero_is_sync() -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
+from understudy.dataplane.journal.rewind import settle
+from understudy.dataplane.journal.schema import FILE_NAME, connect
 from understudy.errors import CheckpointError
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoints.checkpoint import CheckpointStore, verify
@@ -169,6 +173,29 @@ def test_a_run_does_not_go_back_to_a_best_checkpoint_whose_later_rows_are_delete
     ):
         last_checkpoint(run, keep=2)
     assert store.steps() == [1, 5, 6]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_best_checkpoint_that_became_the_only_one_is_too_old_as_well(tmp_path: Path, deleted: bool) -> None:
+    """After a return to step 5 the best one is among the newest two again. The journal has let go of what it needs."""
+    run = RunDir(tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=2)
+    store.save(1, small_state(1), {})
+    store.mark("best", 1)
+    newest = store.save(5, small_state(5), {})
+    run.dataplane.mkdir()
+    with closing(connect(run.dataplane / FILE_NAME)) as connection:
+        settle(connection, 5)
+    if deleted:
+        shutil.rmtree(newest)
+    else:
+        damage(newest)
+    why = "is left" if deleted else r"is whole: .*step-000005 is damaged"
+    with pytest.raises(
+        CheckpointError, match=rf"{why}.* The one of step 1 is, but the rows after it are deleted"
+    ):
+        last_checkpoint(run, keep=2)
+    assert store.steps() == ([1] if deleted else [1, 5])
 
 
 def test_nothing_whole_left_is_an_error_that_says_so(tmp_path: Path) -> None:

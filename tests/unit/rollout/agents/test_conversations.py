@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -62,6 +63,29 @@ def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens
     assert trajectory.metrics == {"env/turns": 2.0}
 
 
+TOOL = {"type": "function", "function": {"name": "less", "parameters": {}}}
+
+
+@pytest.mark.parametrize("of_row", [False, True])
+def test_a_conversation_goes_on_with_the_template_that_began_it(of_row: bool) -> None:
+    """That for chats with tools, whether the agent or the row gives them."""
+    tokenizer = chat_tokenizer("chatml")
+    marked = tokenizer.chat_template.replace("<|im_start|>user\\n", "<|im_start|>user with tools\\n")
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": marked}
+
+    async def body(conversations: Conversations) -> None:
+        given = None if of_row else [TOOL]
+        first = await conversations.answer([USER], tools=given)
+        more = [USER, said(first.text), {"role": "user", "content": "Sure?"}]
+        await conversations.answer(more, tools=given)
+
+    prompt = replace(PROMPT, columns={"tools": [TOOL]} if of_row else {})
+    (((trajectory,),), _) = attempt(tokenizer, Agent(body), [prompt], context=512)
+    text = tokenizer.decode(trajectory.tokens)
+    assert trajectory.turns == 2 and text.count("<|im_start|>user with tools\n") == 2
+    assert text.count("<|im_start|>user") == 2
+
+
 def test_messages_in_parts_are_compared_as_they_are() -> None:
     shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     other = {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}
@@ -106,7 +130,9 @@ class Spelling:
     def render(self, prompt: Prompt, tools: Any = None) -> np.ndarray:
         return self._ids("".join(one["content"] for one in prompt.messages or ()))
 
-    def after_turn(self, key: str, news: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
+    def after_turn(
+        self, key: str, news: Sequence[Mapping[str, Any]], *, ended: bool, tools: Any = None
+    ) -> np.ndarray:
         return self._ids("".join(f"<{one['content']}>" for one in news))
 
     def decode(self, ids: np.ndarray) -> str:

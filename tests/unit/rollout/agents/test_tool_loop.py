@@ -305,6 +305,29 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
         )
 
 
+WITH_TOOLS = """\
+{%- for tool in tools -%}{{ '<tool>' + tool['function']['name'] + '</tool>' }}{%- endfor -%}
+{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '=' + message['content'] + '<|im_end|>' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant=' }}{%- endif -%}
+"""
+"""A template for chats with tools, which fails without them."""
+
+
+@pytest.mark.parametrize("columns", [{}, {"tools": ["echo"]}])
+def test_what_comes_after_a_turn_is_rendered_by_the_template_for_tools_as_the_prompt(
+    columns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": WITH_TOOLS}
+    monkeypatch.setattr(f"{__name__}.chat_tokenizer", lambda family: tokenizer)
+    trajectory, script = play("chatml", [call("42"), "done"], columns=columns)
+    check_streams(trajectory, script)
+    assert tokenizer.decode(trajectory.tokens.tolist()) == (
+        f"<tool>echo</tool><|im_start|>user=What?<|im_end|><|im_start|>assistant={call('42')}<|im_end|>"
+        "<|im_start|>tool=42<|im_end|><|im_start|>assistant=done<|im_end|>"
+    )
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="namespaces, none"):
         ToolLoop(isolation="docker")

@@ -104,13 +104,15 @@ class JudgeServer:
         self.answers = list(answers)
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Any] = []
+        self.told: dict[str, str] = {}
+        """Headers of error answers."""
 
     async def __call__(self, request: Request) -> Response:
         self.requests.append(await request.json())
         self.headers.append(request.headers)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, int):
-            return PlainTextResponse("not now", status_code=answer)
+            return PlainTextResponse("not now", status_code=answer, headers=self.told)
         return JSONResponse({"choices": [{"message": {"role": "assistant", "content": answer}}]})
 
 
@@ -162,9 +164,18 @@ def test_a_server_in_trouble_is_asked_again_and_is_never_the_row_s_fault(
         sleeps.append(seconds)
         await real(0)
 
+    def waits(server: JudgeServer, **settings: Any) -> list[float]:
+        sleeps.clear()
+        assert ask(server, **settings)["score"] == 1.0
+        return [one for one in sleeps if one >= 0.5]
+
     monkeypatch.setattr(judge_module.asyncio, "sleep", briefly)
-    assert ask(JudgeServer(503, 429, "SCORE: 1"))["score"] == 1.0
-    assert [s for s in sleeps if s >= 0.5] == [0.5, 1.0]
+    assert waits(JudgeServer(503, 429, "SCORE: 1")) == [0.5, 1.0]
+    limited = JudgeServer(503, 429, "SCORE: 1")
+    limited.told = {"Retry-After": "30"}
+    assert waits(limited) == [30.0, 30.0]
+    limited.answers = [503, 429, "SCORE: 1"]
+    assert waits(limited, deadline_s=0.75) == [0.75, 1.0], "no longer than its own deadline"
     with pytest.raises(EngineError, match="503"):
         ask(JudgeServer(503))
     refused = JudgeServer(401)

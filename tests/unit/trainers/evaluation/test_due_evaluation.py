@@ -1,30 +1,39 @@
-"""Which evaluations a fully async run makes after a resume."""
+"""After which steps a run evaluates."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from understudy.trainers.fully_async import _AsyncRun
+from understudy.planning.windows import Windows
+from understudy.trainers.evaluation.evaluate import evaluation_due
+
+
+def settings(sync_every: int, eval_every: int) -> Any:
+    windows = Windows(batch_size=8, sync_every=sync_every, max_staleness=1.0, steps=54)
+    return SimpleNamespace(windows=windows, trainer=SimpleNamespace(eval_every=eval_every, steps=54))
 
 
 @pytest.mark.parametrize(
     ("step", "due"),
     [
-        (0, False),
-        (48, False),  # a publish: step 40's was made here
-        (49, False),
-        (50, True),  # due at 50, made after the publish of step 52
-        (51, True),
-        (52, False),
+        (40, True),
+        (48, False),  # a publish: step 40's was made at its own
+        (
+            50,
+            False,
+        ),  # due, and waits for the publish of step 52; so it is made after a resume from step 50 or 51 too
+        (51, False),
+        (52, True),
+        (53, False),
+        (54, True),  # the last step; its window is shorter
     ],
 )
-def test_an_evaluation_that_waits_for_a_publish_is_made_after_a_resume(step: int, due: bool) -> None:
-    settings = SimpleNamespace(trainer=SimpleNamespace(eval_every=10))
-    run: Any = SimpleNamespace(
-        windows=SimpleNamespace(sync_every=4),
-        system=SimpleNamespace(learner=SimpleNamespace(settings=settings)),
-    )
-    assert _AsyncRun._due_since_publish(run, step) == due
-    settings.trainer.eval_every = 0
-    assert not _AsyncRun._due_since_publish(run, step)
+def test_an_evaluation_that_is_due_inside_a_window_waits_for_its_publish(step: int, due: bool) -> None:
+    assert evaluation_due(settings(sync_every=4, eval_every=10), step) == due
+    assert evaluation_due(settings(sync_every=4, eval_every=0), step) == (step == 54)
+
+
+def test_where_every_step_is_published_an_evaluation_waits_for_nothing() -> None:
+    due = [step for step in range(1, 55) if evaluation_due(settings(sync_every=1, eval_every=10), step)]
+    assert due == [10, 20, 30, 40, 50, 54]

@@ -19,6 +19,7 @@ from understudy.planning.simulation.inputs import (
     Split,
     StepTime,
     Work,
+    enough_steps,
     quantile_lengths,
 )
 from understudy.planning.simulation.phase_times import MeasuredRun, combined, measure
@@ -28,9 +29,17 @@ from understudy.planning.windows import Windows
 
 _STALENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
 _DEVICE_FLAGS = ("devices", "engine_devices", "replica_devices", "trainer_devices")
-_COST_FLAGS = (
-    "decode_cached", "prefill_pass", "prefill_token", "host_row", "score_token", "update_fixed", "update_token", "publish",
-)  # fmt: skip
+_COST_FLAGS = {
+    "decode_cached": "that each cached token adds to a decode step of its engine; needs --decode",
+    "prefill_pass": "of one pass over the prompts of rows that enter an engine, besides those of its tokens",
+    "prefill_token": "of an engine per prompt token",
+    "host_row": "of the one host process per row: template, reward, journal",
+    "score_token": "of a teacher replica per token of prompt and response",
+    "update_fixed": "of an update that do not shrink with more devices",
+    "update_token": "of one trainer device per token",
+    "publish": "of a publish",
+}
+"""Seconds, in place of what a run measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--decode",
         metavar="ROWS:SECONDS,…",
-        help="one decode step of one engine, for example 1:0.008,256:0.013; with --decode-cached, without reading its cache",
+        help="seconds of one decode step of one engine by its rows, for example 1:0.008,256:0.013; with --decode-cached, "
+        "without reading the cache",
     )
-    for flag in _COST_FLAGS:
-        group.add_argument(_flag(flag), type=float, metavar="SECONDS", help="in place of what was measured")
+    for flag, what in _COST_FLAGS.items():
+        group.add_argument(_flag(flag), type=float, metavar="SECONDS", help=f"seconds {what}")
     group.add_argument(
         "--lengths",
         metavar="Q0,…,Q1",
@@ -84,6 +94,10 @@ def check_flags(options: argparse.Namespace) -> None:
         )
     if options.simulate is not None and options.gpus is not None:
         raise ConfigError("--gpus is for drawing seats; --simulate shares out --devices")
+    if "decode_cached" in given and "decode" not in given:
+        raise ConfigError(
+            "--decode-cached without --decode: a decode step that a run measured reads its cache already; give both"
+        )
     least = {"prompt_tokens": 0} | dict.fromkeys(_DEVICE_FLAGS, 1) | dict.fromkeys(_COST_FLAGS, 0)
     problems = [
         f"{_flag(name)} {given[name]:g}: expected {bound} or more"
@@ -164,7 +178,7 @@ def _schedules(own: Windows) -> list[tuple[str, Windows]]:
     label = "sync" if own.max_staleness == 0 and own.sync_every == 1 else f"staleness {own.max_staleness:g}"
     others = []
     for staleness in _STALENESS:
-        steps = (12 + 3 * math.ceil(staleness)) * own.sync_every
+        steps = enough_steps(staleness, own.sync_every)
         schedule = replace(own, max_staleness=staleness, steps=steps)
         if staleness != own.max_staleness:
             others.append(("on-policy" if staleness == 0 else f"staleness {staleness:g}", schedule))
