@@ -405,7 +405,7 @@ def _cut_in_turn() -> Iterator[None]:
         self: Assembler, passes: Iterable[tuple[Sequence[int], bool]], layout: Layout, device: torch.device
     ) -> Iterator[tuple[MicroBatch, bool]]:
         for rows, counted in passes:
-            yield self.cut(rows, layout, silent=not counted).to(device), counted
+            yield self.cut(rows, layout, dummy=not counted).to(device), counted
 
     with patch.object(Assembler, "cut_ahead", in_turn):
         yield

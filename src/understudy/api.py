@@ -16,7 +16,7 @@ from understudy.config.recipe import apply_overrides, resolve_paths
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
-from understudy.run.entry import begun_early, run_to_its_end
+from understudy.run.entry import early_fork_server, run_to_its_end
 from understudy.run.outcome import RunOutcome
 from understudy.trainers.callbacks import (
     Callbacks,
@@ -147,7 +147,7 @@ def train(
         problems = preflight(checked, progress=progress)
         if problems:
             raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
-        with begun_early(checked.cluster, checked.teachers):
+        with early_fork_server(checked.cluster, checked.teachers):
             from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
             return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows, callbacks=callbacks)))
@@ -228,7 +228,7 @@ def resume(
         raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
     callbacks, changes = Callbacks(on_step, on_eval, on_checkpoint), _dotted(overrides)
     recipe, _ = changed_recipe(RunDir.open(run_dir), changes)
-    with begun_early(recipe.cluster, recipe.teachers):
+    with early_fork_server(recipe.cluster, recipe.teachers):
         from understudy.run.launch import resume as continued  # noqa: PLC0415 - imports torch
 
         return _as_run(

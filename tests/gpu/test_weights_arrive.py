@@ -89,7 +89,7 @@ def requests(rows: int, new: int) -> list[GenerateRequest]:
 def steps_of(engine: HFEngine, version: int) -> int:
     """Tokens that every row being written has got under this version so far."""
     batch = engine._scheduler._batch
-    return batch.writing._step if batch is not None and batch.writing.version == version else 0
+    return batch.decoding._step if batch is not None and batch.decoding.version == version else 0
 
 
 @torch.no_grad()

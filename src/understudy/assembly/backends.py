@@ -35,7 +35,7 @@ def processes_of(
     return processes
 
 
-def lasting(cluster: ClusterConfig) -> AbstractContextManager[None]:
+def own_ray_cluster(cluster: ClusterConfig) -> AbstractContextManager[None]:
     """A context for what outlives one attempt of a run: a Ray cluster of the run's own, which can be started
     only once."""
     if cluster.backend != "ray" or cluster.address is not None:

@@ -1,4 +1,13 @@
-"""Builds a running `System` from a recipe. Other modules get a section of it or a record of `Resolved`."""
+"""Builds a running `System` from a recipe. Other modules get a section of it or a record of `Resolved`.
+
+    _prepare          torch, cluster, seats
+    _inputs           student, tokenizers, prompts
+    _engine_and_teachers, _policy, _critic, _reference       models; the student's weights are published as version 0
+    _plane, _batches, _session_parts, _run_state             rows, agent loops and rewards, files of the run
+    _producer, _learner                                      the records that the schedules use
+
+`build` calls them in this order, and its exit stack stops the parts in the reverse order.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import products_of_lanes, rare_collection, steady_torch
+from understudy.assembly.cpu_threads import onednn_as_resolved, raised_gc_threshold, set_up_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
@@ -28,7 +37,7 @@ from understudy.assembly.prompt_facts import (
     writable_ids,
 )
 from understudy.assembly.ranks import start_ranks
-from understudy.assembly.self_teachers import self_teachers_of
+from understudy.assembly.self_teachers import SelfTeachers, self_teachers_of
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
     Teachers,
@@ -44,7 +53,7 @@ from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
 from understudy.config.base import flatten
 from understudy.dataplane.base import DataPlane
-from understudy.engines.base import Engine
+from understudy.engines.base import Engine, Sampling
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.observability.loggers.logged_metrics import LoggedMetrics
@@ -62,7 +71,7 @@ from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.reference import ReferenceModel
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.cursor import PromptCursor
-from understudy.rollout.loading import look_in
+from understudy.rollout.loading import set_python_path
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.teacher_prompts import TeacherPrompts
@@ -73,14 +82,17 @@ from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 from understudy.trainers.evaluation.evaluate import eval_prompts
 from understudy.trainers.evaluation.evaluator import Evaluator
+from understudy.trainers.learn.batches import Batches
 from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
+from understudy.trainers.produce.rollouts import Rollouts
 from understudy.trainers.prompt_data import PromptData, open_data, pictures_of
 from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
 from understudy.trainers.remote_rows.rollouts import settings_of
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.system import Learner, MicroBatches, Producer, RunState, Saves, System, TeacherParts
+from understudy.weights.publish import WeightPublisher
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,29 @@ class _Inputs:
     teacher_prompts: TeacherPrompts
 
 
+@dataclass(frozen=True)
+class _Models:
+    """The models of a run, loaded or started, and what publishes the student's weights."""
+
+    engine: Engine
+    teachers: Teachers
+    policy: Policy | LeadingPolicy
+    publisher: WeightPublisher
+    self_teachers: SelfTeachers | None
+    critic: ValueModel | None
+    reference: ReferenceModel | None
+
+
+@dataclass(frozen=True)
+class _SessionParts:
+    """What the sessions of training steps and of evaluations run with."""
+
+    renderer: Renderer
+    sampling: Sampling
+    loops: Loops
+    rewards: Rewards
+
+
 @asynccontextmanager
 async def build(
     recipe: Recipe,
@@ -126,124 +161,49 @@ async def build(
     `data`: the prompts, if they were read already."""
     async with AsyncExitStack() as stack:
         launch = await _prepare(recipe, run, processes, view, stack)
-        settings = launch.settings
-        coming = _starting_critic(launch)
+        starting_critic = _start_critic(launch)
         inputs = await _inputs(launch, data)
-        remote_scoring = RemoteScoring() if settings.rows.workers_write else None
+        remote_scoring = RemoteScoring() if launch.settings.rows.workers_write else None
         engine, teachers = await _engine_and_teachers(launch, inputs, remote_scoring)
         policy = await _policy(launch, inputs)
-        publisher = publisher_of(settings.engine, policy, engine)
+        publisher = publisher_of(launch.settings.engine, policy, engine)
         checkpoints = _checkpoints(recipe, run)
-        self_teachers = self_teachers_of(
-            recipe.teachers,
-            recipe.trainer,
-            teachers.following,
-            teachers.pools,
-            policy,
-            run.path,
-            checkpoints.needed,
-        )
+        self_teachers = _self_teachers(launch, teachers, policy, checkpoints)
         await publisher.publish(0)
         if self_teachers is not None:
             await self_teachers.publish(0)
-        critic = await _critic(launch, coming)
+        critic = await _critic(launch, starting_critic)
         reference = await _reference(launch, inputs)
-        plane = await open_plane(
-            recipe.dataplane,
-            run,
-            stack,
-            drop_when_acked=settings.rows.drop_when_acked,
-            start_timeout=recipe.cluster.start_timeout_seconds,
-        )
-        batches = await batches_of(
-            settings.learn,
-            settings.rows,
-            plane,
-            policy,
-            teachers.heads,
-            stack,
-            pictures=inputs.student.pictures is not None,
-            aligned=tuple(inputs.vocabularies.aligned),
-        )
-        renderer = renderer_of(settings.engine, recipe.data, inputs.student)
-        loops = await _loops(launch, renderer, plane)
-        rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
-        stack.push_async_callback(rewards.close)
+        models = _Models(engine, teachers, policy, publisher, self_teachers, critic, reference)
+        plane = await _plane(launch)
+        batches = await _batches(launch, inputs, models, plane)
+        sessions = await _session_parts(launch, inputs, plane)
         state = await _run_state(launch, plane, checkpoints, callbacks)
-        for part in (policy, critic):
-            if isinstance(part, LeadingPolicy | RemoteCritic):
-                stack.callback(part.expect_exit)
-        sampling = sampling_of(settings.engine, inputs.student, inputs.vocabularies.usable)
+        _expect_exits_when_closing(stack, models)
         rollouts = rollouts_of(
-            loops,
-            rewards,
-            sampling,
+            sessions.loops,
+            sessions.rewards,
+            sessions.sampling,
             state,
             remote_scoring,
             pictures=inputs.student.pictures is not None,
             session_facts=bool(inputs.teacher_prompts.session_facts),
         )
-        producer = Producer(
-            settings=settings.produce,
-            cursor=PromptCursor(inputs.rows.train, recipe.run.seed, recipe.data.shuffle),
-            renderer=renderer,
-            sampling=sampling,
-            engine=engine,
-            engine_queue=CallQueue("generate", engine.generate, recipe.rollout.max_batch),
-            rollouts=rollouts,
-            evaluator=Evaluator(
-                engine,
-                loops,
-                rewards,
-                renderer,
-                sampling,
-                renderer.context,
-                recipe.rollout.max_batch,
-                recipe.rollout.deadline_seconds,
-                recipe.run.seed,
-                recipe.rollout.max_trajectory_tokens,
-            ),
-            teachers=TeacherParts(
-                teachers.pools,
-                router_of(settings.teachers, teachers.pools),
-                teacher_queues(teachers.pools, settings.compute.deterministic),
-                inputs.teacher_prompts,
-                aligners_of(recipe.rollout, inputs.student, inputs.others, inputs.vocabularies.usable),
-                partial(manifests_of, teachers.pools),
-                None if self_teachers is None else self_teachers.gate,
-            ),
-            eval_prompts=eval_prompts(inputs.rows.eval, recipe.trainer.eval_samples)
-            if inputs.rows.eval and recipe.data.reward
-            else [],
-            state=state,
-        )
-        learner = Learner(
-            settings=settings.learn,
-            policy=policy,
-            objective=objective_of(recipe.loss),
-            publisher=publisher,
-            self_teachers=self_teachers,
-            micro_batches=MicroBatches(recipe.trainer.micro_batch_tokens),
-            batches=batches,
-            state=state,
-            teacher_heads=teachers.heads,
-            critic=critic,
-            reference=reference,
-        )
-        yield System(producer, learner, state)
+        producer = _producer(launch, inputs, models, sessions, rollouts, state)
+        yield System(producer, _learner(launch, models, batches, state), state)
 
 
 async def _prepare(
     recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, stack: AsyncExitStack
 ) -> _Launch:
     """Sets this process up for the recipe and connects to the cluster; says where each role is placed."""
-    look_in(recipe.run.python_path)
+    set_python_path(recipe.run.python_path)
     gpus = gpu_names()
     settings = resolve(recipe, len(gpus))
-    steady_torch(settings.compute)
-    stack.enter_context(products_of_lanes(settings.compute))
+    set_up_torch(settings.compute)
+    stack.enter_context(onednn_as_resolved(settings.compute))
     if settings.compute.device == "cpu":
-        stack.enter_context(rare_collection())
+        stack.enter_context(raised_gc_threshold())
     clustered = recipe.cluster.backend != "local"
     if clustered:
         view.phase(f"connecting to {recipe.cluster.backend}")
@@ -258,8 +218,8 @@ async def _prepare(
     return _Launch(recipe, settings, run, processes, view, stack, gpus, seating)
 
 
-def _starting_critic(launch: _Launch) -> StartingCritic | None:
-    """Starts the critic's process, if it has one. It loads while everything else starts."""
+def _start_critic(launch: _Launch) -> StartingCritic | None:
+    """Starts the critic's process, if it has one. It loads the critic while the other parts of the run start."""
     settings = launch.settings.critic
     if settings is None or not settings.own_process:
         return None
@@ -272,7 +232,7 @@ async def _inputs(launch: _Launch, data: PromptData | None) -> _Inputs:
     with view.work(f"loading the student {recipe.student.model}"):
         student = await asyncio.to_thread(load_source, settings.student)
         pictures = MediaStore(launch.run.media.absolute())
-        student = student.reading(pictures, settings.student.model, settings.student.revision)
+        student = student.with_pictures(pictures, settings.student.model, settings.student.revision)
     vocabularies = await find_usable_ids(
         settings.student,
         student,
@@ -301,7 +261,7 @@ async def _engine_and_teachers(
     """Teachers start while the prompts are measured, the engine after that. A teacher that sits in the engine's
     processes needs them first."""
     recipe, settings, stack = launch.recipe, launch.settings, launch.stack
-    # Renders every prompt, on a thread while teachers start.
+    # Measured by rendering every prompt, on a thread while teachers start.
     longest = asyncio.create_task(
         asyncio.to_thread(longest_request, settings.engine, recipe.data, inputs.student, inputs.rows)
     )
@@ -357,11 +317,25 @@ async def _policy(launch: _Launch, inputs: _Inputs) -> Policy | LeadingPolicy:
     )
 
 
-async def _critic(launch: _Launch, coming: StartingCritic | None) -> ValueModel | None:
-    """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
+def _self_teachers(
+    launch: _Launch, teachers: Teachers, policy: Policy | LeadingPolicy, checkpoints: CheckpointStore
+) -> SelfTeachers | None:
+    return self_teachers_of(
+        launch.recipe.teachers,
+        launch.recipe.trainer,
+        teachers.following,
+        teachers.pools,
+        policy,
+        launch.run.path,
+        checkpoints.needed,
+    )
+
+
+async def _critic(launch: _Launch, starting: StartingCritic | None) -> ValueModel | None:
+    """The critic in its own process (`starting`), or in this process; None if the recipe has none."""
     on_bad_rows = partial(keep_refused, launch.run, "critic")
-    if coming is not None:
-        return await coming.arrived(on_bad_rows, launch.view)
+    if starting is not None:
+        return await starting.ready(on_bad_rows, launch.view)
     if launch.settings.critic is None:
         return None
     return await asyncio.to_thread(critic_of, launch.settings.critic, on_bad_rows)
@@ -374,13 +348,46 @@ async def _reference(launch: _Launch, inputs: _Inputs) -> ReferenceModel | None:
     return await asyncio.to_thread(reference_of, source, lanes, inputs.vocabularies.usable, inputs.pictures)
 
 
+async def _plane(launch: _Launch) -> DataPlane:
+    return await open_plane(
+        launch.recipe.dataplane,
+        launch.run,
+        launch.stack,
+        drop_when_acked=launch.settings.rows.drop_when_acked,
+        start_timeout=launch.recipe.cluster.start_timeout_seconds,
+    )
+
+
+async def _batches(launch: _Launch, inputs: _Inputs, models: _Models, plane: DataPlane) -> Batches:
+    return await batches_of(
+        launch.settings.learn,
+        launch.settings.rows,
+        plane,
+        models.policy,
+        models.teachers.heads,
+        launch.stack,
+        pictures=inputs.student.pictures is not None,
+        aligned=tuple(inputs.vocabularies.aligned),
+    )
+
+
+async def _session_parts(launch: _Launch, inputs: _Inputs, plane: DataPlane) -> _SessionParts:
+    data, engine = launch.recipe.data, launch.settings.engine
+    renderer = renderer_of(engine, data, inputs.student)
+    loops = await _loops(launch, renderer, plane)
+    rewards = Rewards([load_reward(data.reward)] if data.reward else [], renderer)
+    launch.stack.push_async_callback(rewards.close)
+    sampling = sampling_of(engine, inputs.student, inputs.vocabularies.usable)
+    return _SessionParts(renderer, sampling, loops, rewards)
+
+
 async def _loops(launch: _Launch, renderer: Renderer, plane: Any) -> Loops:
     """The agent loops. Workers on other machines get what they need to write rows themselves."""
     recipe, row_settings = launch.recipe, None
     if launch.settings.rows.workers_write:
         deadline = recipe.rollout.deadline_seconds
-        told = settings_of(recipe.dataplane, recipe.data.reward, deadline, launch.run, plane, PARTITION)
-        row_settings = RowWorkerSettings(ROW_WORKER, plane.writer_segments, told)
+        encoded = settings_of(recipe.dataplane, recipe.data.reward, deadline, launch.run, plane, PARTITION)
+        row_settings = RowWorkerSettings(ROW_WORKER, plane.writer_segments, encoded)
     return await open_loops(
         recipe.rollout,
         recipe.data,
@@ -417,10 +424,88 @@ async def _run_state(
     )
 
 
+def _expect_exits_when_closing(stack: AsyncExitStack, models: _Models) -> None:
+    """Before `stack` ends the processes of ranks and critic, their clients stop taking an exit for a failure."""
+    for part in (models.policy, models.critic):
+        if isinstance(part, LeadingPolicy | RemoteCritic):
+            stack.callback(part.expect_exit)
+
+
+def _producer(
+    launch: _Launch,
+    inputs: _Inputs,
+    models: _Models,
+    sessions: _SessionParts,
+    rollouts: Rollouts,
+    state: RunState,
+) -> Producer:
+    recipe, held_out = launch.recipe, inputs.rows.eval
+    return Producer(
+        settings=launch.settings.produce,
+        cursor=PromptCursor(inputs.rows.train, recipe.run.seed, recipe.data.shuffle),
+        renderer=sessions.renderer,
+        sampling=sessions.sampling,
+        engine=models.engine,
+        engine_queue=CallQueue("generate", models.engine.generate, recipe.rollout.max_batch),
+        rollouts=rollouts,
+        evaluator=_evaluator(launch, models, sessions),
+        teachers=_teacher_parts(launch, inputs, models),
+        eval_prompts=eval_prompts(held_out, recipe.trainer.eval_samples)
+        if held_out and recipe.data.reward
+        else [],
+        state=state,
+    )
+
+
+def _evaluator(launch: _Launch, models: _Models, sessions: _SessionParts) -> Evaluator:
+    rollout = launch.recipe.rollout
+    return Evaluator(
+        models.engine,
+        sessions.loops,
+        sessions.rewards,
+        sessions.renderer,
+        sessions.sampling,
+        sessions.renderer.context,
+        rollout.max_batch,
+        rollout.deadline_seconds,
+        launch.recipe.run.seed,
+        rollout.max_trajectory_tokens,
+    )
+
+
+def _teacher_parts(launch: _Launch, inputs: _Inputs, models: _Models) -> TeacherParts:
+    settings, pools = launch.settings, models.teachers.pools
+    return TeacherParts(
+        pools,
+        router_of(settings.teachers, pools),
+        teacher_queues(pools, settings.compute.deterministic),
+        inputs.teacher_prompts,
+        aligners_of(launch.recipe.rollout, inputs.student, inputs.others, inputs.vocabularies.usable),
+        partial(manifests_of, pools),
+        None if models.self_teachers is None else models.self_teachers.gate,
+    )
+
+
+def _learner(launch: _Launch, models: _Models, batches: Batches, state: RunState) -> Learner:
+    return Learner(
+        settings=launch.settings.learn,
+        policy=models.policy,
+        objective=objective_of(launch.recipe.loss),
+        publisher=models.publisher,
+        self_teachers=models.self_teachers,
+        micro_batches=MicroBatches(launch.recipe.trainer.micro_batch_tokens),
+        batches=batches,
+        state=state,
+        teacher_heads=models.teachers.heads,
+        critic=models.critic,
+        reference=models.reference,
+    )
+
+
 def _metrics(recipe: Recipe, run: RunDir, stack: AsyncExitStack, view: LiveView) -> LoggedMetrics:
-    told = flatten(redact(recipe.model_dump()))
+    recipe_values = flatten(redact(recipe.model_dump()))
     folder = run.path / "loggers"
-    metrics = LoggedMetrics(run.metrics, recipe.run.loggers, folder, run.path.name, told, view.note)
+    metrics = LoggedMetrics(run.metrics, recipe.run.loggers, folder, run.path.name, recipe_values, view.note)
     stack.callback(metrics.close)
     return metrics
 

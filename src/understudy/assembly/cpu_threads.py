@@ -16,7 +16,7 @@ NEW_OBJECTS = 50_000
 """The gc threshold of the youngest generation: objects allocated minus freed, about ten megabytes."""
 
 
-def steady_torch(compute: Compute, share_of: int = 1) -> None:
+def set_up_torch(compute: Compute, share_of: int = 1) -> None:
     """Sets torch's thread count, seed and determinism.
 
     Sums depend on how they are split over threads, so a deterministic run fixes the thread count. A rank gets
@@ -28,7 +28,7 @@ def steady_torch(compute: Compute, share_of: int = 1) -> None:
 
 
 @contextmanager
-def rare_collection() -> Iterator[None]:
+def raised_gc_threshold() -> Iterator[None]:
     """Raises the gc threshold while a CPU run trains. A disabled collector or a higher threshold is left as
     it is."""
     before = gc.get_threshold()
@@ -41,12 +41,12 @@ def rare_collection() -> Iterator[None]:
 
 
 @contextmanager
-def products_of_lanes(compute: Compute) -> Iterator[None]:
-    """Disables oneDNN for students that train in lanes.
+def onednn_as_resolved(compute: Compute) -> Iterator[None]:
+    """Disables oneDNN in the block if `compute.without_onednn` is set: for some students that train in lanes.
 
     On ARM torch passes a product with a transposed weight to oneDNN. Each call then takes a third of a
     millisecond more and uses OMP_NUM_THREADS threads, whatever torch's setting, so the threads of two lanes
-    and of a teacher wait for each other. Without a bias the results are bit-identical. With a bias they are
+    (`policy/cpu/lanes.py`) and of a teacher wait for each other. Without a bias the results are bit-identical. With a bias they are
     not, so such students keep oneDNN. So do students in half precision, which is fast only with oneDNN.
     """
     before = torch.backends.mkldnn.enabled

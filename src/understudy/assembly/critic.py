@@ -61,7 +61,7 @@ class StartingCritic:
         self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
         stack.push_async_callback(self._end)
 
-    async def arrived(self, on_bad_rows: BadRows, view: LiveView) -> RemoteCritic:
+    async def ready(self, on_bad_rows: BadRows, view: LiveView) -> RemoteCritic:
         """The client of the critic, once its process is ready.
 
         If the critic is lost later, the calling task is cancelled and the stack raises the reason."""
@@ -120,5 +120,5 @@ def reference_of(
     """The frozen reference model of a run with `loss.kl_coef`. `media`: the run's pictures."""
     loaded = load_source(source)
     if media is not None:
-        loaded = loaded.reading(media, source.model, source.revision)
+        loaded = loaded.with_pictures(media, source.model, source.revision)
     return ReferenceModel(loaded.model, lanes, usable, loaded.pictures)

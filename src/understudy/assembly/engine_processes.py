@@ -14,13 +14,13 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.processes import HOST_MODULE, HostProcesses
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.launcher import HostLauncher
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.scheduler import Batching
 from understudy.nn.pretrained import AUTO
 from understudy.planning.resolved import EngineSettings, ScoredBase
 from understudy.serving.supervisor import Restarts
 from understudy.teacher.manifest import RequestBatching
-from understudy.teacher.replica.in_process import BaseReplica
+from understudy.teacher.replica.in_process import LoraBaseReplica
 from understudy.trainers.models import LoadedModel
 from understudy.weights.snapshots import Snapshots
 
@@ -44,7 +44,7 @@ class HostSettings:
     as many threads, to the bit. Continuous: requests are merged as they arrive and spread by outstanding
     tokens."""
     deterministic: bool
-    kept_as: KeptAs = KeptAs.MODEL
+    kv_format: KVFormat = KVFormat.MODEL
     """The storage format of keys and values."""
     trust_remote_code: bool = False
     revision: str | None = None
@@ -63,7 +63,7 @@ class HostSettings:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
         words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
         words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
-        words += ["--kv-cache", self.kept_as.value]
+        words += ["--kv-cache", self.kv_format.value]
         # On a remote machine the launcher replaces 127.0.0.1 by that machine's own address.
         words += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
         words += ["--deterministic"] if self.deterministic else []
@@ -130,7 +130,7 @@ async def hosts_of(
         pad_id=student.pad_id,
         batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
         deterministic=deterministic,
-        kept_as=KeptAs(rollout.kv_cache),
+        kv_format=KVFormat(rollout.kv_cache),
         trust_remote_code=settings.student.trust_remote_code,
         revision=settings.student.revision,
         attention=settings.student.attention,
@@ -151,5 +151,5 @@ async def hosts_of(
 
 def _scoring(base: ScoredBase, deterministic: bool) -> EngineBase:
     batching = RequestBatching.BY_REQUEST if deterministic else RequestBatching.BY_ARRIVAL
-    replicas = [BaseReplica.of(name, teacher, batching) for name, teacher in base.teachers.items()]
+    replicas = [LoraBaseReplica.of(name, teacher, batching) for name, teacher in base.teachers.items()]
     return EngineBase(replicas, base.targets, base.freeze_vision)

@@ -25,7 +25,7 @@ from understudy.assembly.engine_processes import hosts_of
 from understudy.engines.base import Engine, Sampling
 from understudy.engines.launcher import HostLauncher
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.scheduler import Batching
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
@@ -98,7 +98,7 @@ async def open_engine(
         return await hosts_of(settings, student, launcher, devices, max_length=length, notify=view.note)
     batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
     own = student.sharing_copy() if settings.shares_tensors else student.copy()
-    return own.engine(rollout.max_batch, batching, length, KeptAs(rollout.kv_cache))
+    return own.engine(rollout.max_batch, batching, length, KVFormat(rollout.kv_cache))
 
 
 def publisher_of(settings: EngineSettings, policy: Policy | LeadingPolicy, engine: Engine) -> WeightPublisher:

@@ -75,7 +75,7 @@ class FollowingReplicas:
                 await self._delivery.give(self._version, channel)
 
     async def stopped(self, replica: str) -> None:
-        """Weights that are published until it is started again are not sent to it."""
+        """Weights that are published before the replica starts again are not sent to it."""
         if channel := self._channels.pop(replica, None):
             await channel.close()
 
@@ -104,8 +104,8 @@ class EarlierWeights:
         self._in_use = in_use
 
     def save(self, version: int, tensors: Sequence[tuple[str, Tensor]], publishes: int, every: int) -> None:
-        """Also removes versions that neither this run nor a resume needs: more than so many publishes, one in `every`
-        steps, before this one and before the last publish of every checkpoint."""
+        """Also removes versions that neither this run nor a resume needs: those more than `publishes` publishes (one
+        every `every` steps) before this one and before the last publish of each checkpoint."""
         self._folder.mkdir(exist_ok=True)
         path, temporary = self._path(version), self._folder / f".v{version}.tmp"
         save_file({name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}, temporary)
@@ -149,7 +149,7 @@ class SelfTeachers:
     earlier: EarlierWeights
     updates_per_publish: int
     gate: PublishGate
-    """Rows that are being scored are inside."""
+    """Rows enter it while they are scored. It is closed while teachers take weights."""
 
     @property
     def version(self) -> int:

@@ -39,13 +39,13 @@ from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import StartedProcess
 from understudy.teacher.manifest import RequestBatching
-from understudy.teacher.pool.together import together
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.trainers.models import resolve_device
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _VLLM_BATCH = 256
 _SPARE_LOGPROBS = 4
-"""For placeholders of pictures, which are asked for and left out."""
+"""Logprobs that may be requested beyond K: placeholder ids of pictures may be among the best and are left out."""
 _VLLM_TOKENS = 2048
 """The most tokens of one forward in vLLM, which holds the logits of all of them at once."""
 
@@ -81,7 +81,7 @@ class LocalTeachers:
         if len(ranks) > 1:
             owned = self._folders[replica] = OwnedFolder("understudy-teacher-", None)
             rendezvous = owned.path / "rendezvous"
-        started = await together(
+        started = await gather_or_cancel(
             self._processes.start(
                 self._process(replica, rank),
                 "understudy.teacher.replica.server",
@@ -118,9 +118,9 @@ class LocalTeachers:
         ]
         return all(child is not None and child.alive for child in children)
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         """The last log lines of rank 0, which answers HTTP. The other ranks end with it."""
-        return self._processes.last_words(self._process(replica, 0))
+        return self._processes.end_of_log(self._process(replica, 0))
 
     def forget(self, replica: str) -> None:
         """Frees the GPUs of a replica that was removed."""
@@ -181,14 +181,14 @@ class LocalTeachers:
 class EngineTeachers:
     """The base of a LoRA student in the engine processes: replica i sits in process i. Called by its pool.
 
-    The engine starts its processes, and again those that die. A replica in one that lives and does not score as it should
-    has it replaced.
+    The engine starts its processes and restarts those that die. If a replica's process is alive when the pool starts
+    the replica again, the replica has failed its probe, and the engine replaces the process.
     """
 
     following: None = None
 
     def __init__(self, processes: LocalProcesses, name: str, engine: HostedEngine, place: int) -> None:
-        """`place`: which of the teachers in these processes it is."""
+        """`place`: how many teachers come before this one in these processes."""
         self._processes, self._name, self._engine, self._place = processes, name, engine, place
         self._sits_in: dict[str, StartedProcess | None] = {}
         self.endpoints: dict[str, Endpoint] = {}
@@ -212,15 +212,15 @@ class EngineTeachers:
         return self.endpoints[replica]
 
     async def stop(self, replica: str) -> None:
-        """The engine goes on."""
+        """Does nothing: the engine still uses the process."""
 
     def alive(self, replica: str) -> bool:
         process = self._sits_in.get(replica)
         newest = self._engine.process_of(self._engine.hosts[int(replica)])
         return process is not None and process is newest and process.alive
 
-    def last_words(self, replica: str) -> str:
-        return self._processes.last_words(process_name(self._engine.hosts[int(replica)]))
+    def end_of_log(self, replica: str) -> str:
+        return self._processes.end_of_log(process_name(self._engine.hosts[int(replica)]))
 
     def forget(self, replica: str) -> None:
         self.endpoints.pop(replica, None)
@@ -266,8 +266,8 @@ class VLLMTeachers:
         child = self._processes.children.get(self._process(replica))
         return child is not None and child.alive
 
-    def last_words(self, replica: str) -> str:
-        return self._processes.last_words(self._process(replica))
+    def end_of_log(self, replica: str) -> str:
+        return self._processes.end_of_log(self._process(replica))
 
     def forget(self, replica: str) -> None:
         """Frees the GPUs of a replica that was removed."""
@@ -278,7 +278,7 @@ class VLLMTeachers:
         return f"teacher-{self._name}-{replica}"
 
     def _on_cpu(self, process: str) -> bool:
-        """As far as the trainer knows; `auto` on another machine is vLLM's choice."""
+        """Whether the server runs on a CPU, as far as the trainer knows: on another machine vLLM resolves `auto`."""
         device = self._teacher.device
         return device == "cpu" or (
             not self._processes.is_remote(process) and resolve_device(device).type == "cpu"
@@ -291,8 +291,8 @@ class VLLMTeachers:
         return env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
     def arguments(self, on_cpu: bool) -> list[str]:
-        """Of the parent process. A server that computes one sequence at a time gives scores that depend on nothing
-        else."""
+        """The arguments of the parent process. Under full determinism the server computes one sequence at a time, so
+        that scores depend on nothing else."""
         teacher, alone = self._teacher, self._batching is RequestBatching.BY_REQUEST
         words = ["--scores", "--python", vllm_python(teacher, place=f"teachers.{self._name}")]
         words += ["--model", teacher.model, "--name", self._name, "--dtype", teacher.dtype]

@@ -1,6 +1,6 @@
 """Starts the teachers of a recipe: connects the processes of `cluster` with the pools of `teacher`.
 
-recipe ─> seats ─> replicas start ─> each is checked    ─> fits this recipe?              ─> router, lanes
+recipe ─> seats ─> replicas start ─> each is checked    ─> fits this recipe?              ─> router, call queues
                                      (manifest, scores)    (signals, K, context, vocabulary)
 """
 
@@ -35,7 +35,7 @@ from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
-from understudy.teacher.clients.discover import Backend, connect_external
+from understudy.teacher.clients.discover import ExternalServer
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.manifest import Manifest, RequestBatching
@@ -46,12 +46,11 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
-from understudy.teacher.replica.in_process import BaseReplica, BaseTeacher
+from understudy.teacher.replica.in_process import LoraBaseReplica, LoraBaseTeacher
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.call_batching import BatchSplit, CallQueue
-from understudy.trainers.remote_rows.messages import External
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.types.loss import TeacherHead
 from understudy.types.references import ScoreRef
@@ -59,7 +58,7 @@ from understudy.types.scores import Signal
 from understudy.types.usable_ids import UsableIds
 
 logger = logging.getLogger(__name__)
-_TOLD = (
+_NOTED = (
     EventKind.PAUSED,
     EventKind.RESUMED,
     EventKind.EJECTED,
@@ -68,14 +67,13 @@ _TOLD = (
     EventKind.ADDED,
     EventKind.REMOVED,
 )
-
-
-_SCORE_TOGETHER = 16
+"""The events that are shown to the user. The log has all of them."""
+_SEQUENCES_BY_ARRIVAL = 16
 """The most sequences in one scoring request without full determinism. Enough to keep the cost of requests
 low, few enough that answers come soon."""
-_TOGETHER_TOKENS = 16_384
+_TOKENS_BY_ARRIVAL = 16_384
 """The most tokens in such a request: as many as a replica's own batch has."""
-_SCORE_CHUNK = 64
+_SEQUENCES_BY_KEY = 64
 """The sequences in one scoring request under full determinism. A constant, so that scores do not depend on
 replica counts."""
 
@@ -93,7 +91,7 @@ class StudentFacts:
     context: int
     """The maximum length of a rollout."""
     weight_bytes: int
-    """The size of its weights, which teachers that follow it take."""
+    """The size of its weights, for teachers that take the student's weights after each publish."""
     longest_prompt: Callable[[str], Awaitable[int]]
     """Teacher → the tokens of the longest prompt that it scores. Called only if the teacher may not hold the
     longest rollout."""
@@ -122,7 +120,7 @@ class StudentFacts:
         return None if self.pictures is None else self.pictures.store
 
 
-TeacherLauncher = LocalTeachers | VLLMTeachers | BaseTeacher | EngineTeachers
+TeacherLauncher = LocalTeachers | VLLMTeachers | LoraBaseTeacher | EngineTeachers
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +181,26 @@ class Teachers:
         return self.pools[teacher]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What every teacher of a launch is started with."""
+
+    settings: TeacherSettings
+    processes: LocalProcesses
+    seats: Seats
+    student: StudentFacts
+    view: LiveView
+    token: str
+    """The bearer token of the replicas that this run starts."""
+    remote: RemoteScoring | None
+    engine: Engine | None
+
+    @property
+    def batching(self) -> RequestBatching:
+        """How replicas of this run batch requests."""
+        return RequestBatching.BY_REQUEST if self.settings.deterministic else RequestBatching.BY_ARRIVAL
+
+
 async def start_teachers(
     settings: TeacherSettings,
     processes: LocalProcesses,
@@ -195,31 +213,17 @@ async def start_teachers(
 ) -> Teachers:
     """Starts all teachers at once and checks them against the student. If one fails, all are stopped.
 
-    With `remote`, the requests of remote rows are sent by workers. `engine`: where a teacher sits in its processes."""
-    batching = RequestBatching.BY_REQUEST if settings.deterministic else RequestBatching.BY_ARRIVAL
+    With `remote`, workers send the requests for remote rows. `engine`: the student's, for teachers with
+    `placement = "engine"`."""
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
+    launch = _Launch(settings, processes, seats, student, view, token, remote, engine)
     for name, teacher in settings.teachers.items():
         if teacher.placement == "external":
             teachers.tokens[name] = token_of(name, teacher)
-        elif teacher.placement == "trainer":
-            assert student.base is not None
-            teachers.launchers[name] = BaseTeacher(
-                BaseReplica.of(name, teacher, batching), token, student.base
-            )
-        elif teacher.placement == "engine":
-            assert isinstance(engine, HostedEngine)
-            place = sum(isinstance(one, EngineTeachers) for one in teachers.launchers.values())
-            teachers.launchers[name] = EngineTeachers(processes, name, engine, place)
-        elif teacher.starts_vllm:
-            teachers.launchers[name] = VLLMTeachers(
-                processes, name, teacher, batching, token, seats, settings.teachers_choose, student.family
-            )
         else:
-            launcher = LocalTeachers(processes, name, teacher, batching, token, seats)
-            if teacher.follows_student:
-                launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
-            teachers.launchers[name] = launcher
-        teachers.pools[name] = _pool(name, teacher, teachers, student, view, remote, settings, batching)
+            place = sum(isinstance(one, EngineTeachers) for one in teachers.launchers.values())
+            teachers.launchers[name] = _launcher(launch, name, teacher, place)
+        teachers.pools[name] = _pool(launch, name, teacher, teachers)
     replicas = sum(
         len(teacher.urls) or _replicas(teacher, teachers.launchers.get(name))
         for name, teacher in settings.teachers.items()
@@ -236,85 +240,85 @@ async def start_teachers(
     return teachers
 
 
+def _launcher(launch: _Launch, name: str, teacher: TeacherConfig, place: int) -> TeacherLauncher:
+    """What starts the replicas of a teacher that is not external. `place`: how many teachers sit in the engine's
+    processes already."""
+    processes, student, batching = launch.processes, launch.student, launch.batching
+    if teacher.placement == "trainer":
+        assert student.base is not None
+        return LoraBaseTeacher(LoraBaseReplica.of(name, teacher, batching), launch.token, student.base)
+    if teacher.placement == "engine":
+        assert isinstance(launch.engine, HostedEngine)
+        return EngineTeachers(processes, name, launch.engine, place)
+    if teacher.starts_vllm:
+        k = launch.settings.topk
+        return VLLMTeachers(processes, name, teacher, batching, launch.token, launch.seats, k, student.family)
+    launcher = LocalTeachers(processes, name, teacher, batching, launch.token, launch.seats)
+    if teacher.follows_student:
+        launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
+    return launcher
+
+
 def _replicas(teacher: TeacherConfig, launcher: TeacherLauncher | None) -> int:
     return launcher.replicas if isinstance(launcher, EngineTeachers) else teacher.replicas
 
 
-def _pool(
-    name: str,
-    teacher: TeacherConfig,
-    teachers: Teachers,
-    student: StudentFacts,
-    view: LiveView,
-    remote: RemoteScoring | None,
-    settings: TeacherSettings,
-    batching: RequestBatching,
-) -> TeacherPool:
-    def tell(event: PoolEvent) -> None:
+def _pool(launch: _Launch, name: str, teacher: TeacherConfig, teachers: Teachers) -> TeacherPool:
+    def on_event(event: PoolEvent) -> None:
         log_event(event)
-        if event.kind in _TOLD:
-            view.note(f"teacher {event.teacher}: {event.message}")
+        if event.kind in _NOTED:
+            launch.view.note(f"teacher {event.teacher}: {event.message}")
 
+    restarts = Restarts(most=launch.settings.restarts)
     options = PoolOptions(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
-        # Processes of this run are given up by `cluster.restarts.teacher`.
+        # For processes of this run, `cluster.restarts.teacher` decides when the pool gives up.
         outage_most=teacher.outage_seconds if teacher.placement == "external" else None,
-        supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=settings.restarts))),
+        supervisor=SupervisorOptions(health=HealthRules(restarts=restarts)),
     )
-    usable = None if name in student.aligned else student.usable
     launcher = teachers.launchers.get(name)
     if launcher is None:
         endpoints = [Endpoint(url, teachers.tokens[name]) for url in teacher.urls]
         specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(endpoints)]
     else:
         specs = [ReplicaSpec(str(i)) for i in range(_replicas(teacher, launcher))]
-    if launcher is not None and not teacher.starts_vllm:
-        native: Connect = partial(connect_native, usable=usable, media=student.media)
-        if remote is not None:
-            native = remote.connect(native, None, usable)
-        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
-    own = student.vocabulary_of(name)
+    connect = _connect(launch, name, teacher)
+    return TeacherPool(name, specs, launcher, options=options, connect=connect, on_event=on_event)
+
+
+def _connect(launch: _Launch, name: str, teacher: TeacherConfig) -> Connect:
+    """What makes the pool's client of a replica: of our own server, or of another project's."""
+    student = launch.student
+    usable = None if name in student.aligned else student.usable
+    server: ExternalServer | None = None
+    connect: Connect = partial(connect_native, usable=usable, media=student.media)
+    if teacher.placement == "external" or teacher.starts_vllm:
+        server = _server(launch, name, teacher, usable)
+        # A teacher with another tokenizer has other placeholder ids for pictures.
+        pictures = None if name in student.aligned else student.pictures
+        connect = server.connect(usable, student.media, pictures)
+    return connect if launch.remote is None else launch.remote.connect(connect, server, usable)
+
+
+def _server(launch: _Launch, name: str, teacher: TeacherConfig, usable: UsableIds | None) -> ExternalServer:
+    student = launch.student
+    vocabulary = student.vocabulary_of(name)
     ids = student.head_rows if usable is None else min(usable.limit, student.head_rows)
     if name in student.aligned:
-        ids = max(own.ids.values()) + 1
-    told = External(
+        ids = max(vocabulary.ids.values()) + 1
+    server = ExternalServer(
         ids,
-        own.fingerprint,
+        vocabulary.fingerprint,
         teacher.model,
         teacher.backend,
-        settings.teachers_choose,
+        launch.settings.topk,
         aligned=name in student.aligned,
     )
     if teacher.starts_vllm:  # it serves the teacher's name, and one sequence at a time if asked to
-        told = msgspec.structs.replace(told, model=name, batching=batching)
-    # Of a teacher with another tokenizer, other ids stand for pictures.
-    pictures = None if name in student.aligned else student.pictures
-    connect = external_of(told, usable, student.media, pictures)
-    if remote is not None:
-        connect = remote.connect(connect, told, usable)
-    return TeacherPool(name, specs, launcher, options=options, connect=connect, on_event=tell)
-
-
-def external_of(
-    told: External,
-    usable: UsableIds | None,
-    media: MediaStore | None = None,
-    pictures: PictureReader | None = None,
-) -> Connect:
-    return connect_external(
-        told.vocab_size,
-        told.vocab_fingerprint,
-        told.model,
-        Backend(told.backend),
-        usable=usable,
-        k=told.k,
-        media=media,
-        batching=told.batching,
-        pictures=pictures,
-        aligned=told.aligned,
-    )
+        server = msgspec.structs.replace(server, model=name, batching=launch.batching)
+    return server
 
 
 def check_patching(name: str, student: PictureReader | None, manifest: Manifest) -> None:
@@ -393,8 +397,8 @@ async def _length(name: str, settings: TeacherSettings, student: StudentFacts, m
     the teacher's context is not longer than the longest rollout."""
     answer = settings.max_new_tokens + 1
     if settings.teachers[name].reads_own_prompt or name in student.aligned:
-        own = student.longest_own_prompt.get(name)
-        return answer + (await own() if own else 0)
+        measure = student.longest_own_prompt.get(name)
+        return answer + (await measure() if measure else 0)
     holds_all = manifest.limits.max_length > student.context
     return answer + (0 if holds_all else await student.longest_prompt(name))
 
@@ -421,15 +425,15 @@ def router_of(settings: TeacherSettings, pools: Mapping[str, TeacherPool]) -> Te
 
 
 def teacher_queues(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, CallQueue]:
-    """The call lanes of the teachers. Under full determinism requests are chunks composed by key. Otherwise
+    """The call queue of each teacher. Under full determinism requests are chunks composed by key. Otherwise
     samples are sent as they come, a few per request, and the replica batches them."""
-    limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
+    limit = _SEQUENCES_BY_KEY if deterministic else _SEQUENCES_BY_ARRIVAL
     return {
         name: CallQueue(
             f"score/{name}",
             pool.score,
             limit,
-            BatchSplit(partial(_width, pool), _tokens, _TOGETHER_TOKENS),
+            BatchSplit(partial(_width, pool), _tokens, _TOKENS_BY_ARRIVAL),
             check=partial(_check_row, pool),
         )
         for name, pool in pools.items()

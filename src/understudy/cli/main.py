@@ -18,7 +18,7 @@ from understudy import __version__
 from understudy.cli.parser import Parser
 from understudy.cli.terminal import survive_closed_terminal
 from understudy.errors import ConfigError, UnderstudyError, lacks_memory
-from understudy.trainers.early_interrupt import raise_if_interrupted, remembered
+from understudy.trainers.early_interrupt import raise_if_interrupted, remembering_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,15 +55,15 @@ def program() -> int:
         faulthandler.enable(file=2)  # a crash in native code writes the Python stacks to stderr
     survive_closed_terminal()
     code = main()
-    from understudy.run.entry import leave_soon
+    from understudy.run.entry import exit_soon
 
-    leave_soon(code, whatever_runs=code == INTERRUPTED)
+    exit_soon(code, always=code == INTERRUPTED)
     return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        with remembered():
+        with remembering_interrupts():
             return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)

@@ -177,7 +177,7 @@ class LocalProcesses:
                 if code < 0 and -code not in _CRASHES:
                     told = child.exit_report(f"process {child.name}")
                 else:
-                    words = _last_words(child.log, child.log_start)
+                    words = _end_of_log(child.log, child.log_start)
                     told = f"{words}\n(process {child.name} ended with code {code}; log: {child.log})"
                 died = ChildDied(told)
                 died.killed = code < 0
@@ -192,10 +192,10 @@ class LocalProcesses:
         ready_file.unlink()
         return dict(ready)
 
-    def last_words(self, name: str) -> str:
+    def end_of_log(self, name: str) -> str:
         """The end of a process's log, of an earlier start too; empty if it never ran."""
         log = self._logs / f"{name}.log"
-        return _last_words(log, 0) if log.exists() else ""
+        return _end_of_log(log, 0) if log.exists() else ""
 
     async def stop(self, name: str) -> None:
         """SIGTERM, up to `_GRACE_SECONDS` of waiting, then SIGKILL to the child's whole process group."""
@@ -234,7 +234,7 @@ def _signal(child: Child, number: signal.Signals) -> None:
             os.killpg(child.process.pid, number)
 
 
-def _last_words(log: Path, start: int) -> str:
+def _end_of_log(log: Path, start: int) -> str:
     """The child's own error: its last log lines from byte `start` on. If they are the stacks of a crash in native
     code, their beginning, where the thread is that crashed."""
     lines = _last_lines(log, start)

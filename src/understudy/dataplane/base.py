@@ -135,19 +135,6 @@ class Depth:
         return self.pending + self.running + self.finished + self.failed
 
 
-def split_key(key: str) -> tuple[str, int, int]:
-    """(prompt, session, index) of a row key; a key of another form is its own prompt.
-
-    >>> split_key("00000-0000017_3_0")
-    ('00000-0000017', 3, 0)
-    """
-    head, _, index = key.rpartition("_")
-    prompt, found, session = head.rpartition("_")
-    if not (found and session.isdecimal() and index.isdecimal()):
-        return key, -1, -1
-    return prompt, int(session), int(index)
-
-
 class DataPlane(Protocol):
     """The interface of every data plane. Every call may wait; none polls. All arguments except
     `filter_groups`' rule and `wait`'s predicate are plain data, so calls can cross a process boundary."""

@@ -230,7 +230,7 @@ class EmbeddedDataPlane:
                 f"lease {lease.id} is for making rows: `put` them with it, then claim them finished"
             )
         rows = list(held.rows.values()) if keys is None else [held.rows[key] for key in dict.fromkeys(keys)]
-        store.trained(store.partitions[lease.meta.partition], rows, step)
+        store.mark_trained(store.partitions[lease.meta.partition], rows, step)
         if step > store.last_step:
             store.last_step = step
         await store.journal.durable()
@@ -257,9 +257,9 @@ class EmbeddedDataPlane:
         part, store = self._part(partition), self._store
         row = self._store.row(part, key)
         group = row.group
-        store.taken_out(part, [row], "dead", detail(reason, evidence))
+        store.take_out(part, [row], "dead", detail(reason, evidence))
         if group is not None and group.policy is GroupPolicy.DROP_GROUP:
-            store.taken_out(part, list(group.members), "evicted", detail(f"{GROUP_LOST} {key}: {reason}"))
+            store.take_out(part, list(group.members), "evicted", detail(f"{GROUP_LOST} {key}: {reason}"))
         elif group is not None and group.rows:
             store.filter_complete(part, list(group.members)[:1])
         await store.journal.durable()
@@ -272,7 +272,7 @@ class EmbeddedDataPlane:
         if lease is not None:
             store.leases.check(lease, keys)
         rows = [store.row(part, key) for key in dict.fromkeys(keys)]
-        store.taken_out(part, rows, "evicted", detail(reason))
+        store.take_out(part, rows, "evicted", detail(reason))
         await store.journal.durable()
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:

@@ -26,6 +26,6 @@ class HostLauncher(Protocol):
 
     def shares_memory(self, name: str) -> bool: ...
 
-    def last_words(self, name: str) -> str:
+    def end_of_log(self, name: str) -> str:
         """The end of a process's output."""
         ...

@@ -106,9 +106,9 @@ def token_losses(
     if terms.kl_coef > 0:
         if inputs.reference_logprobs_N is None:
             raise LossInputError("kl_coef is above 0, but reference_logprobs_N is missing: give a reference.")
-        leash = _drawn_only(inputs, estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N))
-        columns["reference_kl"] = leash.detach()
-        total = total + terms.kl_coef * leash
+        reference_kl = _drawn_only(inputs, estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N))
+        columns["reference_kl"] = reference_kl.detach()
+        total = total + terms.kl_coef * reference_kl
     if terms.sft_coef > 0 and inputs.given_N is not None:
         supervised = torch.where(inputs.given_N, -view.logp_N, 0.0)
         columns["sft"] = supervised.detach()

@@ -61,7 +61,7 @@ from understudy.planning.teacher_checks import (
 )
 from understudy.rollout.agents.registry import LoopChoice, Schemas
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loading import look_in
+from understudy.rollout.loading import set_python_path
 from understudy.serving.endpoint import Endpoint
 
 Arguments = ParamSpec("Arguments")
@@ -151,7 +151,7 @@ def preflight(
     `starting`: the run starts on this machine next, so a hub or a teacher's server that cannot be asked is a
     problem. If the recipe is only checked, or its models are loaded on other machines, it is a note. `new_run`:
     run.dir must be free."""
-    look_in(recipe.run.python_path)
+    set_python_path(recipe.run.python_path)
     here = starting and recipe.cluster.backend == "local"
     checks = _Checks(recipe, findings or Findings(), SlowWork(enabled=progress), here)
     checks.attempt(describe, recipe.loss)

@@ -119,8 +119,9 @@ class TeacherSettings:
     signal: str
     k: int
     """The most candidates per token that a teacher scores; 0 if the signal has none."""
-    teachers_choose: int
-    """Candidates per token that the teachers choose themselves (`signal = "topk"`), or 0."""
+    topk: int
+    """The best ids per token that a teacher chooses and scores; 0 unless `signal = "topk"`. With `"at_ids"` the
+    student chooses."""
     max_new_tokens: int
     temperature: float
     deterministic: bool
@@ -363,7 +364,7 @@ def _teachers(recipe: Recipe, compute: Compute) -> TeacherSettings:
         teachers=recipe.teachers,
         signal=loss.signal,
         k=loss.topk if loss.signal in ("topk", "at_ids") else 0,
-        teachers_choose=loss.topk if loss.signal == "topk" else 0,
+        topk=loss.topk if loss.signal == "topk" else 0,
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=loss.teacher_temperature,
         deterministic=compute.deterministic,

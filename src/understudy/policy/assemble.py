@@ -110,9 +110,9 @@ class Assembler:
             return self
         chosen = torch.tensor(rows, dtype=torch.int64)
         offsets = _loss_offsets(found)
-        told = (self.token_lengths[chosen], self.loss_offsets.diff()[chosen])
+        in_ledger = (self.token_lengths[chosen], self.loss_offsets.diff()[chosen])
         for name, seen, expected in zip(
-            ("tokens", "loss-bearing tokens"), (found.tokens.lengths, offsets.diff()), told, strict=True
+            ("tokens", "loss-bearing tokens"), (found.tokens.lengths, offsets.diff()), in_ledger, strict=True
         ):
             if not torch.equal(seen, expected):
                 row = int((seen != expected).nonzero()[0])
@@ -140,8 +140,8 @@ class Assembler:
         chosen = torch.tensor(rows, dtype=torch.int64)
         return _spans(self.loss_offsets[chosen], self.loss_offsets[chosen + 1] - self.loss_offsets[chosen])[0]
 
-    def show_pictures(self, rows: Sequence[int]) -> bool:
-        """Whether one of these rows, which are held, has a picture."""
+    def any_pictures(self, rows: Sequence[int]) -> bool:
+        """Whether any of these rows, which must be held, has a picture."""
         here = rows if self._place is None else self._place[list(rows)].tolist()
         return bool(self.batch.media) and any(self.batch.media[place] for place in here)
 
@@ -150,9 +150,9 @@ class Assembler:
         hidden states each need their own head, so each is a group; all other rows are one group."""
         return list(self.whole.teachers) if self.whole.has_hidden_states else [""] * len(self.keys)
 
-    def cut(self, rows: Sequence[int], layout: Layout, silent: bool = False) -> MicroBatch:
-        """The micro-batch of the named rows. `silent` gives every token weight 0: a dummy pass that keeps
-        FSDP collectives of all ranks aligned."""
+    def cut(self, rows: Sequence[int], layout: Layout, dummy: bool = False) -> MicroBatch:
+        """The micro-batch of the named rows. `dummy` gives every token weight 0: the pass only keeps
+        the FSDP collectives of all ranks aligned."""
         chosen = torch.tensor(rows, dtype=torch.int64)
         here = chosen if self._place is None else self._place[chosen]
         token_index_T, row_of_T, within_T = _spans(
@@ -187,7 +187,7 @@ class Assembler:
                 loss_index_N,
                 sequence_N,
                 position_N,
-                silent,
+                dummy,
             )
         except LossInputError as error:
             raise LossInputError(f"{error} (rows {_some([self.keys[row] for row in rows])})") from error
@@ -213,7 +213,7 @@ class Assembler:
 
         def cut(which: tuple[Sequence[int], bool]) -> tuple[MicroBatch, bool]:
             rows, counted = which
-            micro = self.cut(rows, layout, silent=not counted)
+            micro = self.cut(rows, layout, dummy=not counted)
             if device.type != "cuda":
                 return micro, counted
             with torch.cuda.device(device):
@@ -238,7 +238,7 @@ class Assembler:
         loss_index_N: torch.Tensor,
         sequence_N: torch.Tensor,
         position_N: torch.Tensor,
-        silent: bool,
+        dummy: bool,
     ) -> LossInputs:
         def pick(column: Jagged | None) -> torch.Tensor | None:
             return None if column is None else column.values[loss_index_N]
@@ -251,7 +251,7 @@ class Assembler:
             behaviour_N = behaviour_N.masked_fill(given_N, 0.0)
         return LossInputs(
             token_ids_N=token_ids_N,
-            weights_N=torch.zeros_like(weights_N) if silent else weights_N,
+            weights_N=torch.zeros_like(weights_N) if dummy else weights_N,
             positions_N=position_N,
             sequence_ids_N=sequence_N,
             teacher_logprobs_N=pick(self.batch.teacher_logprobs),

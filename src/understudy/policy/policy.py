@@ -137,21 +137,23 @@ class Policy:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
-    def can_get_ahead(self) -> bool:
-        """On a CPU, where waiting for teachers is idle time, and on one rank, because several would have to
-        agree."""
+    def can_head_start(self) -> bool:
+        """Whether `begin_head_start` may be called: on a CPU, where waiting for teachers is idle time, and on one
+        rank, because several would have to agree."""
         return self.device.type == "cpu" and self.ranks.size == 1
 
-    def get_ahead(self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192) -> None:
+    def begin_head_start(
+        self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192
+    ) -> None:
         """Starts the first forward pass of the next update on a thread of its own and returns at once
         (`head_start.py`). `rows` is called on that thread and returns the update's batch as far as it is
         known: only tokens and loss mask are read. Until it is taken, a head start holds as much memory as a
         micro-batch in training."""
-        if not self.can_get_ahead:
+        if not self.can_head_start:
             raise PolicyError("a head start is for a student on a CPU, on one rank")
-        self._head_starts.begin(partial(self._read_ahead, rows, max_tokens_per_microbatch))
+        self._head_starts.begin(partial(self._compute_head_start, rows, max_tokens_per_microbatch))
 
-    def _read_ahead(self, rows: Callable[[], Batch | None], max_tokens: int) -> HeadStart:
+    def _compute_head_start(self, rows: Callable[[], Batch | None], max_tokens: int) -> HeadStart:
         started = time.perf_counter()
         batch = rows()
         if batch is None:
@@ -198,7 +200,7 @@ class Policy:
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, (row_losses, row_distill) = float(sums[0]), sums[1:].view(2, -1).tolist()
-                self.optimizer.check_reach(() if assembler.show_pictures(plan.rows()) else self._vision)
+                self.optimizer.check_reach(() if assembler.any_pictures(plan.rows()) else self._vision)
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise refusal(self, assembler, objective, rows, loss, grad_norm)
@@ -386,7 +388,7 @@ class Policy:
     ) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
         if self.lanes.count > 1:
-            return self._accumulate_side_by_side(assembler, plan, objective, head_start, watch)
+            return self._accumulate_in_lanes(assembler, plan, objective, head_start, watch)
         outputs = []
         micros = assembler.cut_ahead(plan.passes(), self.layout, self.device)
         for place, (micro, counted) in enumerate(micros):
@@ -400,7 +402,7 @@ class Policy:
                 outputs.append(without_graph(output, loss))
         return outputs
 
-    def _accumulate_side_by_side(
+    def _accumulate_in_lanes(
         self,
         assembler: Assembler,
         plan: Plan,
@@ -408,7 +410,7 @@ class Policy:
         head_start: HeadStart | None,
         watch: TokenWatch | None,
     ) -> list[LossOutput]:
-        """The same on several threads: each pass keeps its own gradients, and they are added up in the
+        """`accumulate` on several threads: each pass keeps its own gradients, and they are added up in the
         plan's order."""
         weights = list(self.optimizer.weights.values())
 

@@ -11,7 +11,7 @@ from typing import Any
 from understudy.errors import ConfigError
 
 _added: list[str] = []
-"""Folders that `look_in` added to the Python path."""
+"""Folders that `set_python_path` added to the Python path."""
 _found: set[str] = set()
 """Top-level modules that were imported from them."""
 
@@ -42,8 +42,8 @@ def without_suffix(name: str) -> str | None:
     return f"a module is named without folder and .py; write {f'{module}:{attribute}'!r}{where}"
 
 
-def look_in(folders: Sequence[str]) -> None:
-    """Append these folders to the Python path; being last, they cannot hide an installed module. The folders
+def set_python_path(folders: Sequence[str]) -> None:
+    """Append these folders to the Python path, where they cannot hide an installed module. The folders
     of an earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
     folders = list(dict.fromkeys(folders))
     if folders == _added:

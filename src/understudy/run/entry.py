@@ -1,6 +1,6 @@
 """Runs a coroutine to its end without waiting for threads that hang, and starts the fork server early.
 
-    run_to_its_end(launch(…)) ──> result or error, at once ──> shown to the user ──> leave_soon(code)
+    run_to_its_end(launch(…)) ──> result or error, at once ──> shown to the user ──> exit_soon(code)
          └── threads that still run a user's agent loop, or a download ──3 s──> the process ends
 
 `asyncio.run` joins the event loop's threads before it returns or raises. A failed run would report its error
@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 from understudy.cluster import fork_server
 from understudy.config import ClusterConfig, TeacherConfig
 from understudy.run.own_thread import OwnThread, inside_a_running_loop
-from understudy.trainers.early_interrupt import hand_over, remembered
+from understudy.trainers.early_interrupt import give_back_sigint, remembering_interrupts
 
 
 @contextmanager
-def begun_early(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
+def early_fork_server(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
     """The fork server for the native replicas that this run will start on this machine, if there are any. An
     interrupt while the block imports its modules ends it when the run would start."""
     own = [teacher for teacher in teachers.values() if not teacher.urls and not teacher.starts_vllm]
-    with remembered():
+    with remembering_interrupts():
         if cluster.backend != "local" or not own:
             yield
             return
@@ -50,7 +50,7 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
 
     Inside a running event loop, `work` runs on a new thread."""
     try:
-        hand_over()
+        give_back_sigint()
     except KeyboardInterrupt:
         work.close()
         raise
@@ -81,18 +81,18 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
             loop.set_default_executor(ThreadPoolExecutor())
 
 
-def leave_soon(code: int, *, whatever_runs: bool = False) -> None:
-    """Ends the process in `_LAST_SECONDS` if a thread of `run_to_its_end` still runs; with `whatever_runs`,
+def exit_soon(code: int, *, always: bool = False) -> None:
+    """Ends the process in `_LAST_SECONDS` if a thread of `run_to_its_end` still runs; with `always`,
     in any case.
 
     Call it only at the end of a program, after everything was saved and shown."""
     left_behind = [thread for thread in threading.enumerate() if thread.name.startswith(_NAME)]
 
     def end() -> None:
-        if whatever_runs or any(thread.is_alive() for thread in left_behind):
+        if always or any(thread.is_alive() for thread in left_behind):
             os._exit(code)
 
-    if whatever_runs or left_behind:
+    if always or left_behind:
         last = threading.Timer(_LAST_SECONDS, end)
         last.daemon = True
         last.start()

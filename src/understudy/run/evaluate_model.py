@@ -34,7 +34,7 @@ from understudy.planning.overlong import prompt_limits
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loading import look_in
+from understudy.rollout.loading import set_python_path
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Reward, Rewards, load_reward
 from understudy.rollout.row_length import longest_row
@@ -109,7 +109,7 @@ class _Subject:
         """Also makes modules of the run and of the working directory importable, for rewards and agent loops."""
         folder, here = Path(model), str(Path.cwd())
         if not (folder / "recipe.json").is_file():
-            look_in([here])
+            set_python_path([here])
             return cls(model)
         run = RunDir.open(folder)
         table = run.read_recipe()
@@ -117,7 +117,7 @@ class _Subject:
         recipe = parse_recipe(stored(table))
         student = recipe.student
         check_present(student.model, "student.model", student.revision)
-        look_in([*recipe.run.python_path, here])
+        set_python_path([*recipe.run.python_path, here])
         return cls(student.model, run, student, recipe.data, recipe.rollout, recipe.trainer, recipe.run.seed)
 
 
@@ -159,7 +159,9 @@ class _Settings:
 def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
     with view.work(f"loading {subject.name}"):
         student = _student_of(subject.student) if subject.student else load_model(subject.name)
-    student = student.reading(media, subject.name, subject.student.revision if subject.student else None)
+    student = student.with_pictures(
+        media, subject.name, subject.student.revision if subject.student else None
+    )
     if subject.run:
         store = CheckpointStore(subject.run.checkpoints, subject.trainer.keep_checkpoints)
         checkpoint = store.load(best_step(store) if best else None, optimizer=False)

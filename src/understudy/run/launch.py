@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from understudy.assembly.backends import lasting, processes_of
+from understudy.assembly.backends import own_ray_cluster, processes_of
 from understudy.assembly.build import build
 from understudy.assembly.this_machine import gpu_names
 from understudy.config import Recipe
@@ -80,71 +80,10 @@ from understudy.trainers.stopping import STOP_WAIT_S, Interrupts
 from understudy.trainers.sync import train_sync
 from understudy.viewer.frozen import REPORT, write_report
 
-NOT_REPEATABLE = "does not have a deterministic implementation"
-"""Part of torch's error message for an operation without a deterministic implementation."""
-
-
-def explained(error: BaseException, recipe: Recipe) -> BaseException:
-    """The error, or for known causes an error that names the recipe keys to change."""
-    if is_full_memory(error):
-        return _full_memory(error, recipe)
-    if lacks_memory(error):
-        return _no_host_memory(recipe)
-    if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
-        return _not_repeatable(error)
-    return error
-
-
-def _of_disk(error: BaseException, run: RunDir) -> BaseException:
-    """The error, or for a full or failing disk one that names the file and says what to do."""
-    failure = None if isinstance(error, UnderstudyError) else disk_failure(error)
-    if failure is None:
-        return error
-    return cannot_be_written(Path(failure.filename) if failure.filename else run.path, failure)
-
-
-def _not_repeatable(error: RuntimeError) -> PolicyError:
-    # "cumsum_cuda_kernel does not have a deterministic implementation, but you set …"
-    operation = str(error).split(NOT_REPEATABLE)[0].strip()
-    return PolicyError(
-        f"run.determinism = 'full': torch's {operation} cannot repeat its sums to the bit on a GPU. "
-        "run.determinism = 'fast' allows it; or leave out what needs it (of a loss or model of your own, say)"
-    )
-
-
-def _full_memory(error: BaseException, recipe: Recipe) -> PolicyError:
-    # torch's allocator: "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …"; the
-    # text after that is about the allocator. The driver: "CUDA error: out of memory" and general advice.
-    if isinstance(error, torch.OutOfMemoryError):
-        sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
-        cause = ". ".join(sentences[1:3])
-    else:
-        cause = "the driver has none left; `nvidia-smi` lists the processes that hold it"
-    student = recipe.student
-    ways = [
-        f"trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) decides what a forward and backward keeps, and "
-        "changes no result: halve it first",
-        f"rollout.max_batch (now {recipe.rollout.max_batch}) and rollout.context_length decide what the engine keeps for its "
-        "rows",
-    ]
-    if not student.gradient_checkpointing:
-        ways.append(
-            "student.gradient_checkpointing = true computes activations twice instead of keeping them"
-        )
-    return PolicyError(f"the GPU's memory is full: {cause}.\n" + "\n".join(f"- {way}" for way in ways))
-
-
-def _no_host_memory(recipe: Recipe) -> PolicyError:
-    return PolicyError(
-        "the trainer is out of memory on this machine; what was saved before is intact, and `understudy resume` goes on.\n"
-        f"- trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) and rollout.max_batch "
-        f"(now {recipe.rollout.max_batch}) decide what a step holds\n"
-        "- fewer teachers.NAME.replicas and rollout.workers leave more of the machine's memory"
-    )
-
-
 logger = logging.getLogger(__name__)
 _TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
+NOT_REPEATABLE = "does not have a deterministic implementation"
+"""Part of torch's error message for an operation without a deterministic implementation."""
 
 
 async def launch(
@@ -267,7 +206,7 @@ async def _train(
     facts: dict[str, object] = {"objective": describe(recipe.loss).name}
     try:
         with (
-            lasting(recipe.cluster),
+            own_ray_cluster(recipe.cluster),
             LiveView(recipe.trainer.steps, enabled=progress) as view,
             Interrupts(view.note) as stop,
         ):
@@ -328,13 +267,14 @@ async def _attempt(
         if checkpoint and checkpoint.skipped:
             view.note(f"{'; '.join(checkpoint.skipped)}; going back to step {checkpoint.step}")
         forget_after(run, checkpoint.step if checkpoint else None)
-        last_words = partial(_write_state, run, "stopped", "", facts)
+        write_stopped = partial(_write_state, run, "stopped", "", facts)
         calls = CallbackRunner(callbacks, stop, run.path, recipe.trainer.steps) if callbacks else None
         async with build(recipe, run, processes, view, data, calls) as system:
-            for party in (system.learner.policy, system.learner.critic):
-                if isinstance(party, LeadingPolicy | RemoteCritic):
-                    # If ranks or critic are given up, nothing more can be saved: the run leaves from then on.
-                    stop.when_told(partial(party.stop_soon, STOP_WAIT_S, partial(stop.leaving, last_words)))
+            for part in (system.learner.policy, system.learner.critic):
+                if isinstance(part, LeadingPolicy | RemoteCritic):
+                    # If ranks or critic are given up, nothing more can be saved, so the process may end.
+                    give_up = partial(stop.start_exit_timer, write_stopped)
+                    stop.on_stop(partial(part.stop_soon, STOP_WAIT_S, give_up))
             await system.state.plane.rewind(
                 checkpoint.step if checkpoint else 0, keep_rows=not system.learner.settings.deterministic
             )
@@ -356,7 +296,7 @@ async def _attempt(
                 steps = await _TRAINERS[recipe.trainer.mode](system, stop)
             await finish_saving(system.state)
             if stop.requested:
-                stop.leaving(last_words)
+                stop.start_exit_timer(write_stopped)
             facts |= {
                 "rows_trained": system.state.tally.rows_trained,
                 "dead_letters": system.state.tally.dead_letters,
@@ -387,3 +327,62 @@ def _first_cause(error: BaseException) -> BaseException:
         ours = [inner for inner in error.exceptions if isinstance(inner, UnderstudyError)]
         error = ours[0] if ours else error.exceptions[0]
     return error
+
+
+def explained(error: BaseException, recipe: Recipe) -> BaseException:
+    """The error, or for known causes an error that names the recipe keys to change."""
+    if is_full_memory(error):
+        return _full_memory(error, recipe)
+    if lacks_memory(error):
+        return _no_host_memory(recipe)
+    if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
+        return _not_repeatable(error)
+    return error
+
+
+def _of_disk(error: BaseException, run: RunDir) -> BaseException:
+    """The error, or for a full or failing disk one that names the file and says what to do."""
+    failure = None if isinstance(error, UnderstudyError) else disk_failure(error)
+    if failure is None:
+        return error
+    return cannot_be_written(Path(failure.filename) if failure.filename else run.path, failure)
+
+
+def _not_repeatable(error: RuntimeError) -> PolicyError:
+    # "cumsum_cuda_kernel does not have a deterministic implementation, but you set …"
+    operation = str(error).split(NOT_REPEATABLE)[0].strip()
+    return PolicyError(
+        f"run.determinism = 'full': torch's {operation} cannot repeat its sums to the bit on a GPU. "
+        "run.determinism = 'fast' allows it; or leave out what needs it (of a loss or model of your own, say)"
+    )
+
+
+def _full_memory(error: BaseException, recipe: Recipe) -> PolicyError:
+    # torch's allocator: "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …"; the
+    # text after that is about the allocator. The driver: "CUDA error: out of memory" and general advice.
+    if isinstance(error, torch.OutOfMemoryError):
+        sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
+        cause = ". ".join(sentences[1:3])
+    else:
+        cause = "the driver has none left; `nvidia-smi` lists the processes that hold it"
+    student = recipe.student
+    ways = [
+        f"trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) decides what a forward and backward keeps, and "
+        "changes no result: halve it first",
+        f"rollout.max_batch (now {recipe.rollout.max_batch}) and rollout.context_length decide what the engine keeps for its "
+        "rows",
+    ]
+    if not student.gradient_checkpointing:
+        ways.append(
+            "student.gradient_checkpointing = true computes activations twice instead of keeping them"
+        )
+    return PolicyError(f"the GPU's memory is full: {cause}.\n" + "\n".join(f"- {way}" for way in ways))
+
+
+def _no_host_memory(recipe: Recipe) -> PolicyError:
+    return PolicyError(
+        "the trainer is out of memory on this machine; what was saved before is intact, and `understudy resume` goes on.\n"
+        f"- trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) and rollout.max_batch "
+        f"(now {recipe.rollout.max_batch}) decide what a step holds\n"
+        "- fewer teachers.NAME.replicas and rollout.workers leave more of the machine's memory"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from understudy.assembly.cpu_threads import steady_torch
+from understudy.assembly.cpu_threads import set_up_torch
 from understudy.assembly.critic import critic_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.this_machine import settings_of_run
@@ -46,7 +46,7 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     run = RunDir.open(path)
     refused, about = RefusedRows.load(run.refused_step(step))
     settings = settings_of_run(run)
-    steady_torch(settings.compute)
+    set_up_torch(settings.compute)
     store = CheckpointStore(run.checkpoints, settings.learn.trainer.keep_checkpoints)
     earlier = [saved for saved in store.steps() if saved <= refused.step]
     policy, objective = _learner(run, settings, about["role"], store.load(max(earlier)) if earlier else None)
@@ -66,7 +66,7 @@ def _learner(
             critic.policy.load_state(critic_state(checkpoint.policy))
         return critic.policy, critic.objective
     source = settings.student
-    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
+    student = load_source(source).with_pictures(MediaStore(run.media), source.model, source.revision)
     own = policy_settings(settings.learn, kept_usable_ids(run))
     policy = Policy(student.model, own, pictures=student.pictures)
     if checkpoint is not None:

@@ -139,7 +139,7 @@ class StartedProcess(Protocol):
     def exit_code(self) -> int | None: ...
 
     def exit_report(self, who: str) -> str:
-        """How the process ended, with its last words."""
+        """How the process ended, with the end of its log."""
         ...
 
 

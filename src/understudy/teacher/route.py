@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from understudy.errors import TeacherError
 from understudy.teacher.mixture import Ask, mix, needed_signals, partial_scores_of
-from understudy.teacher.pool.together import together
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.types.references import ScoreRef, ScoresRef
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ async def _ask_all(
     router: TeacherRouter, by_teacher: dict[str, list[int]], items: Sequence[ScoreRef]
 ) -> list[ScoresRef]:
     names = list(by_teacher)
-    answers = await together(router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names)
+    answers = await gather_or_cancel(
+        router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names
+    )
     scores: list[ScoresRef | None] = [None] * len(items)
     for name, answer in zip(names, answers, strict=True):
         for i, one in zip(by_teacher[name], answer, strict=True):

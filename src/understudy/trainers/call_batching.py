@@ -1,22 +1,23 @@
-"""Joins concurrent calls of many samples into batches for an engine or a teacher.
+"""Joins concurrent calls of many sessions into batches for an engine or a teacher.
 
-Many samples are produced at once, and each makes calls, for a generation or for scores. Engines
+Many sessions are produced at once, and each makes calls, for a generation or for scores. Engines
 and teachers are fastest on batches. Calls are joined under one of two rules:
 
-`BatchByKey` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
-    living member waits and nothing is in flight, all waiting calls are sorted by key, cut into chunks and
-    launched. Which calls wait at that moment depends on what the samples do, not on their speed, so batches
-    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. A member makes
-    one call at a time; an agent loop that asks for several generations at once gets them one after another.
+`BatchByKey` (determinism "full"): batches are composed by key. Its members are a fixed set of sessions. When
+    every member that has not ended waits and no batch is in flight, all waiting calls are sorted by key, cut
+    into chunks and launched. Which calls wait at that moment depends on what the sessions do, not on their
+    speed, so batches and results repeat to the bit. A step has several such sets, and they overlap: one is
+    scored while the next one generates. A member makes one call at a time; an agent loop that asks for
+    several generations at once gets them one after another.
 
 `BatchByArrival` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
     calls back to fill a batch would only add waiting. There is no barrier. Only score calls made within two
     milliseconds, as when rows end in the same decode step, share requests: hundreds of separate requests cost
     more than their contents.
 
-        member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
+        member A ──generate──┐                       ┌─ chunk 0 ──> queue.run([...])
         member B ──generate──┼── all wait? sort, cut ┤
-        member C ──score─────┘                       └─ chunk 1 ──> lane.run([...])
+        member C ──score─────┘                       └─ chunk 1 ──> queue.run([...])
 
 Under both rules one bad call fails alone. An item that fails `CallQueue.check` joins no batch. A batch that is
 refused anyway is sent again in halves, in the order of its calls, until the bad call is alone. Which calls
@@ -33,7 +34,7 @@ from typing import Any, Protocol
 
 from understudy.errors import ClusterError, DataPlaneError, EngineError, TeacherUnavailable
 
-_NOT_ONE_CALLS_FAULT = (
+_SHARED_FAULTS = (
     ClusterError,
     DataPlaneError,
     EngineError,
@@ -43,7 +44,7 @@ _NOT_ONE_CALLS_FAULT = (
 )
 """Errors that no single call causes: a batch that raises one is not halved."""
 
-_AT_ONCE_S = 0.002
+_COLLECT_S = 0.002
 """How long score calls are collected. An engine reports rows that end in one step one by one; a few dozen
 take this long."""
 
@@ -53,7 +54,7 @@ class BatchSplit:
     """How calls that arrive together are split into batches."""
 
     servers: Callable[[], int]
-    """How many servers share the lane's work now. Calls are divided evenly among them."""
+    """How many servers answer the calls of the queue now. Calls are divided evenly among them."""
     weight: Callable[[Any], int]
     """The weight of a call's item."""
     most: int
@@ -68,23 +69,29 @@ class CallQueue:
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
     """The maximum number of calls in one batch."""
-    sharing: BatchSplit | None = None
-    """None: every arriving call goes alone. So for an engine, whose rows end one by one while a batch is
-    answered as a whole."""
+    split: BatchSplit | None = None
+    """How `BatchByArrival` splits the calls that it has collected. None: it sends every call alone, as to an
+    engine, whose rows end one by one while a batch is answered as a whole."""
     check: Callable[[Any], None] | None = None
-    """Raises for an item that the lane would refuse. The caller gets that error, and the item joins no
+    """Raises for an item that the destination would refuse. The caller gets that error, and the item joins no
     batch."""
 
 
-class Gather(Protocol):
-    """Joins calls into batches. Used on the event loop by the samples' tasks."""
+class CallBatcher(Protocol):
+    """Joins calls into batches. Used on the event loop by the sessions' tasks."""
 
-    def member(self) -> AbstractAsyncContextManager[None]: ...
-    def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
-        """Of one member, which enters it around each call that it may make beside others of its own."""
+    def member(self) -> AbstractAsyncContextManager[None]:
+        """Entered by a session's task around everything that it does."""
         ...
 
-    async def call(self, queue: CallQueue, key: str, item: Any) -> Any: ...
+    def one_at_a_time(self) -> AbstractAsyncContextManager[None]:
+        """A lock for one member, which enters it around each call if it may make several at once."""
+        ...
+
+    async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
+        """Sends `item` to the queue in a batch, and returns its result."""
+        ...
+
     def pause(self) -> None:
         """A member begins to wait for another member, so no batch may wait for it."""
         ...
@@ -96,7 +103,7 @@ class Gather(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """One sample's call and the future that its task waits for."""
+    """One session's call and the future that its task waits for."""
 
     key: str
     item: Any
@@ -123,7 +130,7 @@ async def _run(queue: CallQueue, calls: Sequence[_Call]) -> None:
         if not isinstance(error, Exception):
             _fail(calls, error)
             raise
-        if len(calls) == 1 or isinstance(error, _NOT_ONE_CALLS_FAULT):
+        if len(calls) == 1 or isinstance(error, _SHARED_FAULTS):
             _fail(calls, error)
         else:
             for half in _halves(calls):
@@ -134,7 +141,7 @@ async def _run(queue: CallQueue, calls: Sequence[_Call]) -> None:
 
 @dataclass(slots=True)
 class BatchByKey:
-    """Batches by key (see the module's docstring). Every sample enters as a member, calls, and leaves."""
+    """Batches by key (see the module's docstring). Every session enters as a member, calls, and leaves."""
 
     size: int
     """The number of members. The first batch waits until all of them have entered."""
@@ -167,9 +174,8 @@ class BatchByKey:
         try:
             return await call.result
         except asyncio.CancelledError:
-            if (
-                call.result.cancelled()
-            ):  # cancelled while waiting: `_chunk` did not count this member as running
+            # Cancelled while waiting: `_chunk` did not count this member as running.
+            if call.result.cancelled():
                 self._running += 1
             raise
 
@@ -207,8 +213,8 @@ class BatchByArrival:
     """Calls go out at once. Engines and teachers merge what arrives."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[CallQueue, list[_Call]]] = {}
-        """Calls per lane since the last batch was sent."""
+        self._collected: dict[str, tuple[CallQueue, list[_Call]]] = {}
+        """By queue: the calls since its last batch was sent."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -223,41 +229,41 @@ class BatchByArrival:
     async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
         if queue.check is not None:
             queue.check(item)
-        if queue.sharing is None:
+        if queue.split is None:
             return await _alone(queue, item)
         loop = asyncio.get_running_loop()
         call = _Call(key, item, loop.create_future())
-        if queue.name not in self._made:
-            self._made[queue.name] = (queue, [])
-            loop.call_later(_AT_ONCE_S, self._send, queue.name)
-        self._made[queue.name][1].append(call)
+        if queue.name not in self._collected:
+            self._collected[queue.name] = (queue, [])
+            loop.call_later(_COLLECT_S, self._send, queue.name)
+        self._collected[queue.name][1].append(call)
         return await call.result
 
     def _send(self, name: str) -> None:
-        queue, made = self._made.pop(name)
-        for calls in _parts(queue, [call for call in made if not call.result.done()]):
-            _together(queue, calls)
+        queue, collected = self._collected.pop(name)
+        for calls in _parts(queue, [call for call in collected if not call.result.done()]):
+            _launch(queue, calls)
 
 
 def _parts(queue: CallQueue, calls: Sequence[_Call]) -> list[list[_Call]]:
-    assert queue.sharing is not None
-    sharing = queue.sharing
-    size = min(queue.limit, -(-len(calls) // max(sharing.servers(), 1)))
+    assert queue.split is not None
+    split = queue.split
+    size = min(queue.limit, -(-len(calls) // max(split.servers(), 1)))
     parts: list[list[_Call]] = []
     left = 0
     for call in calls:
-        weight = sharing.weight(call.item)
+        weight = split.weight(call.item)
         if not parts or len(parts[-1]) == size or weight > left:
             parts.append([])
-            left = sharing.most
+            left = split.most
         parts[-1].append(call)
         left -= weight
     return parts
 
 
-def _together(queue: CallQueue, calls: Sequence[_Call]) -> None:
+def _launch(queue: CallQueue, calls: Sequence[_Call]) -> None:
     """Launch one batch. It is cancelled when all its callers have been cancelled."""
-    task = asyncio.create_task(_each(queue, calls))
+    task = asyncio.create_task(_run_launched(queue, calls))
 
     def leave(_: asyncio.Future[Any]) -> None:
         if all(call.result.cancelled() for call in calls):
@@ -267,18 +273,18 @@ def _together(queue: CallQueue, calls: Sequence[_Call]) -> None:
         call.result.add_done_callback(leave)
 
 
-async def _each(queue: CallQueue, calls: Sequence[_Call]) -> None:
+async def _run_launched(queue: CallQueue, calls: Sequence[_Call]) -> None:
     """As `_run`, but each half of a refused batch is launched, and cancelled, on its own."""
     try:
         results = await _results(queue, calls)
     except Exception as error:
-        if len(calls) == 1 or isinstance(error, _NOT_ONE_CALLS_FAULT):
+        if len(calls) == 1 or isinstance(error, _SHARED_FAULTS):
             _fail(calls, error)
         else:
             for half in _halves(calls):
                 waiting = [call for call in half if not call.result.done()]
                 if waiting:
-                    _together(queue, waiting)
+                    _launch(queue, waiting)
     except BaseException as error:
         _fail(calls, error)
         raise

@@ -1,7 +1,8 @@
 """Remembers a SIGINT that arrives before a run starts, while modules are imported.
 
-    main ── remembered() ──> imports ── raise_if_interrupted() ──> command ──> run_to_its_end ── hand_over() ──> asyncio
-                               └── SIGINT: recorded, then KeyboardInterrupt
+    main ── remembering_interrupts() ──> imports ── raise_if_interrupted() ──> command ─┐
+                                           └── SIGINT: recorded, then KeyboardInterrupt  │
+    asyncio <── give_back_sigint() ── run_to_its_end <──────────────────────────────────┘
 
 An import can discard a KeyboardInterrupt (a bare `except:`, an extension module that clears the error) or turn
 it into an ImportError. The record survives both.
@@ -19,8 +20,8 @@ _interrupted = False
 
 
 @contextmanager
-def remembered() -> Iterator[None]:
-    """Records a SIGINT until `hand_over` or the end of the block. Does nothing where Python's own handler is
+def remembering_interrupts() -> Iterator[None]:
+    """Records a SIGINT until `give_back_sigint` or the end of the block. Does nothing where Python's own handler is
     not installed: on other threads, inside another such block, in a program with a handler of its own."""
     global _interrupted
     if not _on_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -40,7 +41,7 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def hand_over() -> None:
+def give_back_sigint() -> None:
     """Gives SIGINT back to Python, whose handler `asyncio.Runner` replaces by one that cancels its task."""
     _restore()  # first: a SIGINT from here on raises in code of ours, which discards nothing
     raise_if_interrupted()

@@ -46,13 +46,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.dataplane.base import Count, Lease, Order, split_key
+from understudy.dataplane.base import Count, Lease, Order
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
 from understudy.observability.profile import profiled
 from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
-from understudy.trainers.call_batching import BatchByArrival, Gather
+from understudy.trainers.call_batching import BatchByArrival, CallBatcher
 from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated, evaluation_due
 from understudy.trainers.keep_rows import update_and_keep
@@ -80,7 +80,7 @@ from understudy.trainers.sync import publish
 from understudy.trainers.system import System
 from understudy.trainers.wait_graph import PRODUCER
 from understudy.types.batch_ref import BatchRef
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, split_key
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class _AsyncRun:
     """None if a publish does not wait for rollouts."""
     controller: AdmissionController | None
     meters: ProducerMeters
-    gather: Gather | None
+    batcher: CallBatcher | None
     """One for the whole run, so that calls of prompts admitted at different times share batches. None:
     batched by key."""
     progresses: dict[int, WindowProgress] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class _AsyncRun:
             publish_gate=publish_gate,
             controller=AdmissionController(windows) if trainer.adapt_admission else None,
             meters=meters,
-            gather=None if system.learner.settings.deterministic else BatchByArrival(),
+            batcher=None if system.learner.settings.deterministic else BatchByArrival(),
         )
 
     @property
@@ -189,7 +189,7 @@ class _AsyncRun:
 
     async def _produce_rows(self, window: int, prompts: Sequence[Prompt]) -> None:
         step = self.windows.first_step(window)
-        await produce_step(self.system.producer, self.system.learner, prompts, step, gather=self.gather)
+        await produce_step(self.system.producer, self.system.learner, prompts, step, batcher=self.batcher)
 
     async def _refill(self, window: int, prompts: Sequence[Prompt]) -> None:
         """Replaces filtered prompts by other prompts.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from understudy.dataplane.base import Lease, split_key
+from understudy.dataplane.base import Lease
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper, choose
 from understudy.dataplane.token_measures import worst_tokens
 from understudy.observability.rundir import write_atomically
@@ -28,6 +28,7 @@ from understudy.trainers.rollout_dump import dump_rollouts
 from understudy.trainers.row_columns import MEDIA, ORIGIN, REPLICA, SCORED, VERSION, own_prompt_column
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
+from understudy.types.prompt import split_key
 from understudy.types.trajectory import Origin
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import DataError
 from understudy.media.processor import PictureProcessor, PictureReader
@@ -67,7 +67,7 @@ class LoadedModel:
         max_batch: int,
         batching: Batching = Batching.COMPOSED,
         max_length: int | None = None,
-        kept_as: KeptAs = KeptAs.MODEL,
+        kv_format: KVFormat = KVFormat.MODEL,
     ) -> HFEngine:
         return HFEngine(
             self.model,
@@ -77,11 +77,11 @@ class LoadedModel:
             max_length=max_length or self.steady_context,
             batching=batching,
             detokenize=self.tokenizer.decode,
-            kept_as=kept_as,
+            kv_format=kv_format,
             pictures=self.pictures,
         )
 
-    def reading(self, store: MediaStore, source: str, revision: str | None = None) -> LoadedModel:
+    def with_pictures(self, store: MediaStore, source: str, revision: str | None = None) -> LoadedModel:
         """The same model with the pictures of a store, if it is a vision-language model."""
         processor = PictureProcessor.load(source, revision)
         return self if processor is None else replace(self, pictures=PictureReader(processor, store))

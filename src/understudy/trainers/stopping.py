@@ -72,14 +72,14 @@ class Interrupts:
         self.requested = False
         self.training = False
         self._gave_up = False
-        self._told = asyncio.Event()
-        self._when_told: list[Callable[[], None]] = []
+        self._stop_request = asyncio.Event()
+        self._on_stop: list[Callable[[], None]] = []
         self._on_first = on_first
         self._on_second = on_second
         self._task: asyncio.Task[object] | None = None
         self._installed: list[signal.Signals] = []
-        self._last_resort: threading.Timer | None = None
-        self._unheard: threading.Timer | None = None
+        self._exit_timer: threading.Timer | None = None
+        self._deaf_timer: threading.Timer | None = None
         self._caller: Caller | None = None
         self._asked = False
 
@@ -87,15 +87,15 @@ class Interrupts:
         """The run's parts are being started, for the first time or again. `on_second` ends them at once."""
         self.training = False
         self._on_second = on_second
-        self._when_told.clear()
+        self._on_stop.clear()
 
-    def when_told(self, action: Callable[[], None]) -> None:
+    def on_stop(self, action: Callable[[], None]) -> None:
         """Calls `action` on the event loop at a stop request, or now if there was one. `starting` clears the
         list."""
         if self.requested:
             action()
         else:
-            self._when_told.append(action)
+            self._on_stop.append(action)
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which waits for other tasks or processes. `Abandoned` if it is not done
@@ -108,15 +108,15 @@ class Interrupts:
         if self._gave_up:
             work.close()
             raise Abandoned
-        task, told = asyncio.create_task(work), asyncio.create_task(self._told.wait())
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop_request.wait())
         try:
-            await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await asyncio.wait({task}, timeout=STOP_WAIT_S)
             if task.done():
                 return task.result()
         finally:
-            told.cancel()
+            stop.cancel()
             task.cancel()
             if not task.done():
                 await asyncio.wait({task}, timeout=_CANCEL_S)
@@ -127,15 +127,15 @@ class Interrupts:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="leaving"))
         raise Abandoned
 
-    def leaving(self, last_words: Callable[[], None]) -> None:
-        """Called after the save. If the process is not gone in `LEAVE_S`, calls `last_words` and ends
-        children and process."""
+    def start_exit_timer(self, before_exit: Callable[[], None]) -> None:
+        """Called after the save. If the process has not ended `LEAVE_S` later, calls `before_exit` and ends
+        child processes and process."""
 
         def end() -> None:
-            last_words()
+            before_exit()
             self._leave_now()
 
-        self._last_resort = _daemon(LEAVE_S, end)
+        self._exit_timer = _daemon(LEAVE_S, end)
 
     def __enter__(self) -> Interrupts:
         self._task = asyncio.current_task()
@@ -162,15 +162,15 @@ class Interrupts:
     ) -> None:
         if self._caller is not None:
             self._caller.stop = None
-        for timer in (self._last_resort, self._unheard):
+        for timer in (self._exit_timer, self._deaf_timer):
             if timer is not None:
                 timer.cancel()
         for number in self._installed:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._unheard is None:
-            self._unheard = _daemon(DEAF_S, self._leave_now)
+        if self._deaf_timer is None:
+            self._deaf_timer = _daemon(DEAF_S, self._leave_now)
 
     def _stop_by_caller(self) -> None:
         """Called on the caller's thread."""
@@ -190,16 +190,16 @@ class Interrupts:
         os._exit(EXIT_NOW)
 
     def _interrupt(self, number: signal.Signals) -> None:
-        if self._unheard is not None:
-            self._unheard.cancel()
+        if self._deaf_timer is not None:
+            self._deaf_timer.cancel()
         if self.requested and number is signal.SIGHUP:
             return  # shell and kernel both send it when a terminal closes: this is no second request
         if self.requested:
             self._leave_now()
             return
         self.requested = True
-        self._told.set()
-        for action in self._when_told:
+        self._stop_request.set()
+        for action in self._on_stop:
             action()
         if self.training:
             again = "SIGTERM leaves at once" if number is signal.SIGHUP else "once more to leave at once"

@@ -106,7 +106,7 @@ class RunState:
     kept_rows: KeptRows = field(default_factory=KeptRows)
     """Writes the rows that stay in the run directory."""
     callbacks: CallbackRunner | None = None
-    """Functions of the caller, if there are any."""
+    """Calls the functions that the caller of the Python API gave; None without any."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,10 @@ class TeacherParts:
     aligners: Mapping[str, TokenAligner]
     """Of teachers with another tokenizer."""
     manifests: Callable[[], Mapping[str, Mapping[str, Any]]]
-    """The manifests of now, stored with checkpoints and compared on resume."""
+    """Returns the current manifests, which are stored with checkpoints and compared on resume."""
     gate: PublishGate | None = None
-    """Rows that are being scored are inside, if teachers take new weights (`Learner.self_teachers`)."""
+    """Rows enter it while they are scored, so that teachers take new weights between two rows only. None: no teacher
+    follows the student (`Learner.self_teachers`)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Producer:
     """Held-out prompts; empty if nothing is evaluated."""
     state: RunState
     publish_gate: PublishGate | None = None
-    """The gate that rollouts pass, if a publish waits for them."""
+    """Rollouts enter it, so that a publish waits until none is under way. None: a publish does not wait."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A prompt instance: one dataset row met in one epoch."""
+"""A prompt instance: one dataset row met in one epoch; and the keys of the rows that its sessions give."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ class Prompt:
 def row_key(prompt_key: str, session: int, index: int = 0) -> str:
     """The key of one trained row: prompt instance, session number, output number within the session."""
     return f"{prompt_key}_{session}_{index}"
+
+
+def split_key(key: str) -> tuple[str, int, int]:
+    """The reverse of `row_key`: (prompt, session, index). A key of another form is its own prompt.
+
+    >>> split_key("00000-0000017_3_0")
+    ('00000-0000017', 3, 0)
+    """
+    head, _, index = key.rpartition("_")
+    prompt, found, session = head.rpartition("_")
+    if not (found and session.isdecimal() and index.isdecimal()):
+        return key, -1, -1
+    return prompt, int(session), int(index)

@@ -130,7 +130,7 @@ class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16
 _SUM_BYTES = 8
-_ON_THEIR_WAY = 2
+_IN_FLIGHT = 2
 """Broadcasts in flight while the next bucket is packed."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _DTYPES = {str(one).removeprefix("torch."): one for one in (
@@ -211,9 +211,9 @@ class Stage:
         self.device = torch.device(device)
         self._memory: list[Tensor] = []
 
-    def room(self, index: int, size: int) -> Tensor:
+    def buffer(self, index: int, size: int) -> Tensor:
         """The buffer for bucket `index`; the bucket that used it before must have been sent."""
-        place = index % (_ON_THEIR_WAY + 1)
+        place = index % (_IN_FLIGHT + 1)
         while len(self._memory) <= place:
             self._memory.append(torch.empty(0, dtype=torch.uint8, device=self.device))
         if len(self._memory[place]) < size:
@@ -234,15 +234,15 @@ class PackedWeights:
         self.bucket_bytes = bucket_bytes
         self.buckets = plan(self.notes, bucket_bytes)
         self.flats = buffers_for(self.buckets, before)
-        self._left: dict[str, Tensor] = dict(named)
+        self._unpacked: dict[str, Tensor] = dict(named)
         self._packing = threading.Lock()
 
     def flat(self, index: int) -> Tensor:
         with self._packing:
             pieces, flat = self.buckets[index].pieces, self.flats[index]
-            if pieces[0].name in self._left:
+            if pieces[0].name in self._unpacked:
                 for piece in pieces:
-                    piece.of(flat).copy_(self._left.pop(piece.name))
+                    piece.of(flat).copy_(self._unpacked.pop(piece.name))
                 flat[-_SUM_BYTES:].view(torch.int64).copy_(_sum(flat))
             return flat
 
@@ -250,15 +250,15 @@ class PackedWeights:
         """The same bucket in device memory. A new one is packed there: weights leave the device once."""
         with self._packing:
             pieces, flat = self.buckets[index].pieces, self.flats[index]
-            room = stage.room(index, len(flat))
-            if pieces[0].name not in self._left:
-                return room.copy_(flat)
-            room.zero_()  # the padding between tensors is part of the checksum
+            staged = stage.buffer(index, len(flat))
+            if pieces[0].name not in self._unpacked:
+                return staged.copy_(flat)
+            staged.zero_()  # the padding between tensors is part of the checksum
             for piece in pieces:
-                piece.of(room).copy_(self._left.pop(piece.name))
-            room[-_SUM_BYTES:].view(torch.int64).copy_(_sum(room))
-            flat.copy_(room)
-            return room
+                piece.of(staged).copy_(self._unpacked.pop(piece.name))
+            staged[-_SUM_BYTES:].view(torch.int64).copy_(_sum(staged))
+            flat.copy_(staged)
+            return staged
 
     def complete(self) -> None:
         """Packs all remaining buckets; afterwards the tensors may change."""
@@ -305,10 +305,10 @@ def _join(order: GroupOrder, address: str) -> Any:
     store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=timeout)
     if _is_nccl(order):
         nccl: Any = dist.ProcessGroupNCCL
-        wishes = nccl.Options()
-        wishes._timeout = timeout
-        with _failures_are_ours():
-            return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
+        options = nccl.Options()
+        options._timeout = timeout
+        with _nccl_waits_raise():
+            return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -328,7 +328,7 @@ def drop(group: Any, order: GroupOrder | None) -> None:
 
 
 @contextlib.contextmanager
-def _failures_are_ours() -> Iterator[None]:
+def _nccl_waits_raise() -> Iterator[None]:
     """Makes `wait` of an NCCL group created inside block up to the group's deadline and raise.
 
     Otherwise torch's watchdog ends the whole process when a member is lost: the trainer would die with an
@@ -351,20 +351,20 @@ def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
     After a failure, waits for the broadcasts still in flight, each up to its deadline. Then no broadcast
     writes into memory that is used again, and the group can be dropped without waiting inside torch.
     """
-    on_their_way: deque[tuple[Any, Tensor]] = deque()
+    in_flight: deque[tuple[Any, Tensor]] = deque()
     try:
         for flat in flats:
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
-            on_their_way.append((group.broadcast([flat], options), flat))
-            if len(on_their_way) > _ON_THEIR_WAY:
-                on_their_way[0][0].wait()
-                yield on_their_way.popleft()[1]
-        while on_their_way:
-            on_their_way[0][0].wait()
-            yield on_their_way.popleft()[1]
+            in_flight.append((group.broadcast([flat], options), flat))
+            if len(in_flight) > _IN_FLIGHT:
+                in_flight[0][0].wait()
+                yield in_flight.popleft()[1]
+        while in_flight:
+            in_flight[0][0].wait()
+            yield in_flight.popleft()[1]
     finally:
-        for work, _ in on_their_way:
+        for work, _ in in_flight:
             with contextlib.suppress(RuntimeError):
                 work.wait()
 
@@ -376,7 +376,7 @@ def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
     try:
         deque(_in_turn(group, flats), maxlen=0)
     except RuntimeError as error:
-        raise TransferBroken(_words(error)) from error
+        raise TransferBroken(_first_line(error)) from error
 
 
 class Receiver:
@@ -396,18 +396,18 @@ class Receiver:
         """
         buckets = plan(order.tensors, order.bucket_bytes)
         self._flats = buffers_for(buckets, self._flats)
-        rooms = (self._stage.room(n, len(flat)) for n, flat in enumerate(self._flats))
+        buffers = (self._stage.buffer(n, len(flat)) for n, flat in enumerate(self._flats))
         try:
             group = self._joined(order.group)
-            coming = _in_turn(group, rooms if order.staged else self._flats)
-            for number, flat in enumerate(coming):
+            arriving = _in_turn(group, buffers if order.staged else self._flats)
+            for number, flat in enumerate(arriving):
                 if not torch.equal(flat[-_SUM_BYTES:].view(torch.int64)[0], _sum(flat)):
                     raise TransferBroken(f"bucket {number} of {len(buckets)} came damaged")
                 if order.staged:
                     self._flats[number].copy_(flat)
         except (RuntimeError, TransferBroken) as error:
             self.leave()
-            raise TransferBroken(f"weights did not arrive whole: {_words(error)}") from error
+            raise TransferBroken(f"weights did not arrive whole: {_first_line(error)}") from error
         return [
             (piece.name, piece.of(flat))
             for bucket, flat in zip(buckets, self._flats, strict=True)
@@ -425,7 +425,7 @@ class Receiver:
         self._group = self._order = None
 
 
-def _words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of a torch error, without the source location in front of it."""
     said = str(error).strip().split("\n", 1)[0]
     return said.split("] ", 1)[1] if said.startswith("[") and "] " in said else said

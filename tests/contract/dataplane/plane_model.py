@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from understudy.dataplane.base import GroupPolicy, Order, RowStatus, split_key
+from understudy.dataplane.base import GroupPolicy, Order, RowStatus
+from understudy.types.prompt import split_key
 
 PENDING, RUNNING, FINISHED = RowStatus.PENDING, RowStatus.RUNNING, RowStatus.FINISHED
 

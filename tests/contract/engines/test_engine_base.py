@@ -30,7 +30,7 @@ from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.protocol import request_of
 from understudy.teacher.replica.assemble import build_worker
-from understudy.teacher.replica.in_process import BaseReplica
+from understudy.teacher.replica.in_process import LoraBaseReplica
 from understudy.teacher.replica.server import parse_args
 from understudy.types.scores import ScoreItem, Signal
 from understudy.weights.publish import CopiedWeights
@@ -88,7 +88,7 @@ async def opened(
 ) -> AsyncIterator[tuple[HostedEngine, LocalProcesses, EngineTeachers, TeacherPool]]:
     """One engine process with the base as a teacher in it."""
     processes = LocalProcesses(folder / "logs")
-    base = EngineBase([BaseReplica("base", "by_request", 16_384, None, None)], TARGETS, True)
+    base = EngineBase([LoraBaseReplica("base", "by_request", 16_384, None, None)], TARGETS, True)
     host = HostSettings(STUDENT, "float32", "cpu", 1, 8, 64, 0, Batching.COMPOSED, True, base=base)
     engine = await start_hosts(processes, host, [{}], weight_bytes=1 << 22)
     teacher = EngineTeachers(processes, "base", engine, 0)

@@ -30,7 +30,7 @@ def test_requests_that_reach_a_paused_server_are_sent_back_at_once(
     def slow_turn(self: Scheduler) -> None:
         """A token of each row: slow enough that the pause comes before the last one."""
         turn(self)
-        if self._batch is not None and self._batch.writing.alive == 2:
+        if self._batch is not None and self._batch.decoding.alive == 2:
             turns_of_both.append(True)
         time.sleep(0.003)
 

@@ -355,7 +355,7 @@ class ForkServerLauncher:
         if replica in self.children:
             await self.children.pop(replica).end()
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         return ""
 
     def alive(self, replica: str) -> bool:

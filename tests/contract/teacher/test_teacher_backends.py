@@ -26,7 +26,7 @@ from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics
 from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.scoring.probe import probe_items
-from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallQueue, Gather
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallBatcher, CallQueue
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -134,7 +134,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself(
     """Through the batches that a run composes, by key and by arrival. The replica stays in use."""
     fake, url = fakes[flavour]
     items = random_items(9, 5, Signal.TOPK, 4)
-    gather: Gather = BatchByKey(len(items)) if determinism == "full" else BatchByArrival()
+    batcher: CallBatcher = BatchByKey(len(items)) if determinism == "full" else BatchByArrival()
 
     async def run() -> tuple[list[TeacherScores | BaseException], PoolMetrics]:
         pool = TeacherPool(
@@ -147,8 +147,8 @@ def test_a_row_that_the_server_refuses_costs_only_itself(
         )
 
         async def one(item: ScoreItem) -> TeacherScores:
-            async with gather.member():
-                scores: TeacherScores = await gather.call(queue, item.key, item)
+            async with batcher.member():
+                scores: TeacherScores = await batcher.call(queue, item.key, item)
                 return scores
 
         try:

@@ -29,7 +29,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ReplicaClient
-from understudy.teacher.replica.in_process import BaseReplica, BaseTeacher
+from understudy.teacher.replica.in_process import LoraBaseReplica, LoraBaseTeacher
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.trainers.models import load_model
 from understudy.types.scores import ScoreItem, Signal
@@ -121,7 +121,7 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
     teacher = parse_recipe(own("run")).teachers["base"]
 
     async def scored() -> np.ndarray:
-        launcher = BaseTeacher(BaseReplica.of("base", teacher, "by_request"), "token", base)
+        launcher = LoraBaseTeacher(LoraBaseReplica.of("base", teacher, "by_request"), "token", base)
         endpoint = await launcher.start("0")
         assert launcher.alive("0")
         async with ReplicaClient(endpoint.url, endpoint.token, teacher="base") as client:
@@ -168,7 +168,9 @@ def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
         return max(float(np.abs(a - b).max()) for a, b in zip(known, scores, strict=True))
 
     async def scored() -> list[float]:
-        launchers = [BaseTeacher(BaseReplica.of(name, teacher, "by_request"), "token", base) for name in "ab"]
+        launchers = [
+            LoraBaseTeacher(LoraBaseReplica.of(name, teacher, "by_request"), "token", base) for name in "ab"
+        ]
         found = []
         async with AsyncExitStack() as stack:
             starts = await asyncio.gather(*(launcher.start("0") for launcher in launchers))

@@ -60,7 +60,7 @@ MUTATIONS = {
     ),
     "no canary": Mutation(
         "teacher/pool/pool.py",
-        "        return await self._canary.taken_off(scores, self.name, replica.name)\n",
+        "        return await self._canary.checked(scores, self.name, replica.name)\n",
         "        return scores[:-1]\n",
         "unit/teacher/test_teacher_pool.py",
     ),

@@ -163,7 +163,7 @@ class World:
     def alive(self, name: str) -> bool:
         return name in self.processes and self.processes[name].alive
 
-    def last_words(self, name: str) -> str:
+    def end_of_log(self, name: str) -> str:
         return ""
 
     def connect(self, teacher: str, name: str, endpoint: Endpoint) -> Client:

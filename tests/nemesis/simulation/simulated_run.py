@@ -26,7 +26,7 @@ from reading import read_journal, read_letters
 from simulated_disk import Disk
 from virtual_time import Stalled, VirtualLoop
 
-from understudy.dataplane.base import Count, GroupPolicy, Lease, Order, RowStatus, split_key
+from understudy.dataplane.base import Count, GroupPolicy, Lease, Order, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.errors import LeaseLost
 from understudy.planning.windows import Windows
@@ -34,6 +34,7 @@ from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
 from understudy.trainers.pacing.staleness_budget import StalenessBudget, WindowProgress
 from understudy.trainers.pacing.window_cursor import WindowCursor
+from understudy.types.prompt import split_key
 
 TRAIN = "train"
 FIELDS = ("tokens", "score")

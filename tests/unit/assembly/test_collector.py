@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from understudy.assembly.cpu_threads import NEW_OBJECTS, rare_collection
+from understudy.assembly.cpu_threads import NEW_OBJECTS, raised_gc_threshold
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ class Cycle:
 
 def test_seldom_inside_and_as_before_afterwards() -> None:
     gc.set_threshold(700, 10, 10)
-    with pytest.raises(ZeroDivisionError), rare_collection():
+    with pytest.raises(ZeroDivisionError), raised_gc_threshold():
         assert gc.get_threshold() == (NEW_OBJECTS, 10, 10)
         raise ZeroDivisionError
     assert gc.get_threshold() == (700, 10, 10)
@@ -34,13 +34,13 @@ def test_seldom_inside_and_as_before_afterwards() -> None:
 @pytest.mark.parametrize("told", [0, 2 * NEW_OBJECTS])
 def test_whoever_said_more_is_obeyed(told: int) -> None:
     gc.set_threshold(told, 10, 10)
-    with rare_collection():
+    with raised_gc_threshold():
         assert gc.get_threshold() == (told, 10, 10)
 
 
 def test_cycles_are_found_all_the_same() -> None:
     found: list[object] = []
-    with rare_collection():
+    with raised_gc_threshold():
         # A callback, since asking the reference would hold the object when Python 3.12 and newer collect: after a call.
         watched = weakref.ref(Cycle(), found.append)
         kept: list[list[int]] = []

@@ -43,7 +43,7 @@ class Replica:
     def alive(self, replica: str) -> bool:
         return True
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         return ""
 
     async def manifest(self) -> Manifest:
@@ -135,7 +135,7 @@ def test_a_replica_in_an_engine_process_can_be_taken_out_and_put_back() -> None:
 
     async def run() -> None:
         engine: Any = Engine()
-        launcher = EngineTeachers(SimpleNamespace(last_words=lambda name: ""), "base", engine, 0)  # type: ignore[arg-type]
+        launcher = EngineTeachers(SimpleNamespace(end_of_log=lambda name: ""), "base", engine, 0)  # type: ignore[arg-type]
         replica = Replica()
         pool = TeacherPool(
             "base",

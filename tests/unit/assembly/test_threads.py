@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from understudy.assembly.cpu_threads import products_of_lanes
+from understudy.assembly.cpu_threads import onednn_as_resolved
 from understudy.config import Recipe
 from understudy.planning import cpu_lanes
 from understudy.planning.resolved import Compute, resolve
@@ -65,7 +65,7 @@ def test_large_students_and_unknown_ones(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def one_dnn(one: Compute) -> bool:
-    with products_of_lanes(one):
+    with onednn_as_resolved(one):
         return bool(torch.backends.mkldnn.enabled)
 
 
@@ -83,7 +83,7 @@ def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> 
     ):
         (own / "config.json").write_text(json.dumps(config | changes))
         assert compute(own).lanes == 3 and one_dnn(compute(own))
-    with pytest.raises(ZeroDivisionError), products_of_lanes(compute()):
+    with pytest.raises(ZeroDivisionError), onednn_as_resolved(compute()):
         raise ZeroDivisionError
     assert torch.backends.mkldnn.enabled
 
@@ -102,6 +102,6 @@ def test_products_without_a_bias_are_the_same_either_way(inputs: int, outputs: i
             lambda states=states, answers=answers: answers.t() @ states,
         )
         theirs = [product() for product in products]
-        with products_of_lanes(compute()):
+        with onednn_as_resolved(compute()):
             ours = [product() for product in products]
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), rows

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import no_signal, overlong_penalty
+from understudy.types.prompt import split_key
 
 
 @pytest.mark.parametrize(

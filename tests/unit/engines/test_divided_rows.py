@@ -13,7 +13,7 @@ from understudy.engines.base import Generation, Sampling
 from understudy.engines.local.engine import CacheLayout
 from understudy.engines.local.kernels import attention
 from understudy.engines.local.kernels.attention import parts_for, slot_attention, slot_attention_plain
-from understudy.engines.local.kv_pool import KeptAs, KeyValues, narrowed
+from understudy.engines.local.kv_pool import KeyValues, KVFormat, narrowed
 
 LENGTHS = (1, 64, 127, 128, 129, 500, 700)
 """Rows of one part, of exactly one part, and of several with a last one of one column."""
@@ -23,7 +23,7 @@ def long_rows(
     queries: int,
     heads: int,
     size: int,
-    kept_as: KeptAs,
+    kv_format: KVFormat,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     lengths: tuple[int, ...] = LENGTHS,
@@ -39,7 +39,7 @@ def long_rows(
         keys[rows - row, :, length:], values[rows - row, :, length:] = torch.nan, torch.nan
     keys[0], values[0] = torch.nan, torch.inf  # a slot that no row uses
     pool = KeyValues(keys, values)
-    if kept_as is KeptAs.FP8:
+    if kv_format is KVFormat.FP8:
         (narrow_keys, key_scales), (narrow_values, value_scales) = narrowed(keys), narrowed(values)
         pool = KeyValues(narrow_keys, narrow_values, key_scales, value_scales)
     return {
@@ -60,12 +60,12 @@ def chosen(rows: dict[str, Any], places: list[int]) -> dict[str, Any]:
     attention.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
     reason="run by tests/unit/test_interpreted_kernels.py",
 )
-@pytest.mark.parametrize("kept_as", list(KeptAs))
+@pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("parts", [2, 8])
-def test_the_kernel_in_triton_s_interpreter(kept_as: KeptAs, window: int, parts: int) -> None:
-    rows = long_rows(6, 2, 16, kept_as)
-    tolerance = 1e-5 if kept_as is KeptAs.MODEL else 2e-3  # of fp16
+def test_the_kernel_in_triton_s_interpreter(kv_format: KVFormat, window: int, parts: int) -> None:
+    rows = long_rows(6, 2, 16, kv_format)
+    tolerance = 1e-5 if kv_format is KVFormat.MODEL else 2e-3  # of fp16
     whole = slot_attention(**rows, window=window, parts=parts)
     torch.testing.assert_close(
         whole, slot_attention_plain(**rows, window=window), atol=tolerance, rtol=tolerance
@@ -76,15 +76,15 @@ def test_the_kernel_in_triton_s_interpreter(kept_as: KeptAs, window: int, parts:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kept_as", list(KeptAs))
+@pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(12, 2, 128), (16, 8, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_divided_rows_on_a_gpu(
-    kept_as: KeptAs, window: int, queries: int, heads: int, size: int, dtype: torch.dtype
+    kv_format: KVFormat, window: int, queries: int, heads: int, size: int, dtype: torch.dtype
 ) -> None:
-    rows = long_rows(queries, heads, size, kept_as, "cuda", dtype, (*LENGTHS, 9000))
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5 if kept_as is KeptAs.MODEL else 2e-3
+    rows = long_rows(queries, heads, size, kv_format, "cuda", dtype, (*LENGTHS, 9000))
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5 if kv_format is KVFormat.MODEL else 2e-3
     expected = slot_attention_plain(**rows, window=window)
     for parts in (2, 16, 32):
         whole = slot_attention(**rows, window=window, parts=parts)

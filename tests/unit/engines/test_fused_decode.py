@@ -13,7 +13,7 @@ from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kernels import fused as fused_decode
 from understudy.engines.local.kernels.draw import draw_unfiltered
 from understudy.engines.local.kernels.fused import fuse_decoding, silu_times
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.sampling import SamplingBatch, draw, shape_logits
 from understudy.engines.local.slots import SlotPool
 
@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def check_decoding(kind: str, device: str, kept_as: KeptAs = KeptAs.MODEL) -> None:
+def check_decoding(kind: str, device: str, kv_format: KVFormat = KVFormat.MODEL) -> None:
     """Two steps over slots, with the kernels and without: the same logits, and the same keys and values in the pool."""
     model = make_model(kind).to(device)
 
@@ -36,19 +36,19 @@ def check_decoding(kind: str, device: str, kept_as: KeptAs = KeptAs.MODEL) -> No
     assert fuse_decoding(fused) == 2 * model.config.num_hidden_layers
     assert decode_loop.fits(joined)
     decode_loop.join_products(joined)
-    expected = two_steps(model, device, False, kept_as)
+    expected = two_steps(model, device, False, kv_format)
     # In eight bits a last bit of difference may decide to which of two neighbours a number is rounded.
-    tolerance = {"atol": 2e-5, "rtol": 1e-4} if kept_as is KeptAs.MODEL else {"atol": 5e-3, "rtol": 0.13}
+    tolerance = {"atol": 2e-5, "rtol": 1e-4} if kv_format is KVFormat.MODEL else {"atol": 5e-3, "rtol": 0.13}
     for one, loop in ((fused, False), (looped, True), (joined, True)):
-        for plain, found in zip(expected, two_steps(one, device, loop, kept_as), strict=True):
+        for plain, found in zip(expected, two_steps(one, device, loop, kv_format), strict=True):
             torch.testing.assert_close(found, plain, **tolerance)
 
 
 def two_steps(
-    model: Any, device: str, loop: bool, kept_as: KeptAs
+    model: Any, device: str, loop: bool, kv_format: KVFormat
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, and the keys and values left in the pool."""
-    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device), kept_as=kept_as)
+    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device), kv_format=kv_format)
     pool._loop = decode_loop.DecodeLoop(model) if loop else None
     places = pool.scratch_places(3)
     places.slots_B.copy_(torch.tensor([2, 0, 1]))
@@ -124,7 +124,7 @@ def test_the_kernels_in_triton_s_interpreter() -> None:
 @pytest.mark.parametrize("kind", ["qwen3-16", "llama-16"])
 def test_a_fused_step_on_the_gpu(kind: str) -> None:
     check_decoding(kind, "cuda")
-    check_decoding(kind, "cuda", KeptAs.FP8)
+    check_decoding(kind, "cuda", KVFormat.FP8)
     check_prompts(kind, "cuda")
 
 

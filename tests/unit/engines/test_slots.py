@@ -18,9 +18,9 @@ from understudy.engines.local.engine import CacheLayout
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels.attention import kernel_fits, slot_attention, slot_attention_plain
 from understudy.engines.local.kernels.rms_norm import rms_norm
-from understudy.engines.local.kv_pool import KeptAs, KeyValues, narrowed
+from understudy.engines.local.kv_pool import KeyValues, KVFormat, narrowed
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.local.slots import MODEL_TYPES, SlotPool, nothing_collected
+from understudy.engines.local.slots import MODEL_TYPES, SlotPool, garbage_collection_off
 from understudy.errors import EngineError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -123,7 +123,7 @@ def test_nothing_is_collected_while_a_step_is_recorded() -> None:
     fates = [weakref.ref(before), weakref.ref(during)]
     Cycle(before)
     del before
-    with nothing_collected():
+    with garbage_collection_off():
         assert fates[0]() is None, "what was garbage already goes first"
         Cycle(during)
         del during
@@ -192,7 +192,7 @@ def random_pool(
     columns: int,
     device: str,
     dtype: torch.dtype,
-    kept_as: KeptAs = KeptAs.MODEL,
+    kv_format: KVFormat = KVFormat.MODEL,
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rows * columns + size)
 
@@ -207,7 +207,7 @@ def random_pool(
         vals[slot, :, length:] = torch.nan  # what is beyond a row's length must not matter
         keys[slot, :, length:] = torch.nan
     pool = KeyValues(keys, vals)
-    if kept_as is KeptAs.FP8:
+    if kv_format is KVFormat.FP8:
         (narrow_keys, key_scales), (narrow_values, value_scales) = narrowed(keys), narrowed(vals)
         pool = KeyValues(narrow_keys, narrow_values, key_scales, value_scales)
     return {
@@ -250,7 +250,7 @@ def test_eight_bits_are_off_by_a_sixteenth_at_most(device: str) -> None:
     )
     vectors_NHD[7], vectors_NHD[8, 0, 3] = 0.0, 1e4
     vectors_NHD = vectors_NHD.to(device)
-    pool = KeyValues.empty((3, 2, 20, 32), KeptAs.FP8, torch.bfloat16, torch.device(device))
+    pool = KeyValues.empty((3, 2, 20, 32), KVFormat.FP8, torch.bfloat16, torch.device(device))
     slots_N, columns_N = torch.arange(40, device=device) % 3, torch.arange(40, device=device) // 3
     pool.write(slots_N, columns_N, vectors_NHD, -vectors_NHD)
     keys_NHD, values_NHD = pool.read(slots_N, columns_N, torch.float32)
@@ -266,7 +266,7 @@ def test_rows_written_with_eight_bits_are_nearly_the_model_s(device: str) -> Non
     """The log-probability an engine gives for what it wrote, beside the model's own for the same tokens: near, not equal."""
     requests = make_requests(16, Sampling(20, (EOS,)))
     model = make_model("qwen3-16")
-    written = run(model, requests, layout=CacheLayout.SLOTS, device=device, kept_as=KeptAs.FP8)
+    written = run(model, requests, layout=CacheLayout.SLOTS, device=device, kv_format=KVFormat.FP8)
     off = []
     for request, generation in zip(requests, written, strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -282,9 +282,14 @@ def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
     with pytest.raises(
         EngineError, match=r"need the kernels of a GPU, this engine runs on cpu; leave out\s+rollout.kv_cache"
     ):
-        run(make_model("qwen3-16"), make_requests(1, Sampling(2)), kept_as=KeptAs.FP8)
+        run(make_model("qwen3-16"), make_requests(1, Sampling(2)), kv_format=KVFormat.FP8)
     with pytest.raises(EngineError, match="cannot keep keys and values in fp8"):
-        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=CacheLayout.SLOTS, kept_as=KeptAs.FP8)
+        run(
+            make_model("gemma3"),
+            make_requests(1, Sampling(2)),
+            layout=CacheLayout.SLOTS,
+            kv_format=KVFormat.FP8,
+        )
 
 
 @pytest.mark.skipif(
@@ -300,15 +305,15 @@ def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
         x = torch.randn(3, 2, 5, features).transpose(1, 2)
         found = rms_norm(x, norm.weight.detach(), 1e-6)
         torch.testing.assert_close(found, norm(x).detach(), atol=1e-6, rtol=1e-5)
-    for shape, window, kept_as in (
-        (SHAPES[0], 9, KeptAs.MODEL),
-        (SHAPES[2], 0, KeptAs.MODEL),
-        (SHAPES[0], 0, KeptAs.FP8),
-        (SHAPES[2], 9, KeptAs.FP8),
+    for shape, window, kv_format in (
+        (SHAPES[0], 9, KVFormat.MODEL),
+        (SHAPES[2], 0, KVFormat.MODEL),
+        (SHAPES[0], 0, KVFormat.FP8),
+        (SHAPES[2], 9, KVFormat.FP8),
     ):
-        pool = random_pool(*shape, "cpu", torch.float32, kept_as)
+        pool = random_pool(*shape, "cpu", torch.float32, kv_format)
         expected = slot_attention_plain(**pool, window=window)
-        tolerance = 1e-5 if kept_as is KeptAs.MODEL else 2e-3  # of fp16
+        tolerance = 1e-5 if kv_format is KVFormat.MODEL else 2e-3  # of fp16
         torch.testing.assert_close(
             slot_attention(**pool, window=window), expected, atol=tolerance, rtol=tolerance
         )
@@ -318,7 +323,7 @@ def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
 @pytest.mark.parametrize(("rows", "queries", "heads", "size", "columns"), SHAPES)
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept_as", list(KeptAs))
+@pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_the_kernel_equals_its_twin(
     rows: int,
     queries: int,
@@ -327,10 +332,10 @@ def test_the_kernel_equals_its_twin(
     columns: int,
     window: int,
     dtype: torch.dtype,
-    kept_as: KeptAs,
+    kv_format: KVFormat,
 ) -> None:
-    pool = random_pool(rows, queries, heads, size, columns, "cuda", dtype, kept_as)
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5 if kept_as is KeptAs.MODEL else 2e-3
+    pool = random_pool(rows, queries, heads, size, columns, "cuda", dtype, kv_format)
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5 if kv_format is KVFormat.MODEL else 2e-3
     torch.testing.assert_close(
         slot_attention(**pool, window=window),
         slot_attention_plain(**pool, window=window),

@@ -70,7 +70,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
             "engine.candidates": 0,
             "engine.beside_trainer": True,
             "teachers.k": 64,
-            "teachers.teachers_choose": 64,
+            "teachers.topk": 64,
             "teachers.routes": None,
             "teachers.deterministic": True,
             "rows.workers_write": False,
@@ -318,19 +318,19 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         "sampled",
         {"loss.signal": "sampled", "loss.kind": "k2"},
         0,
-        {"teachers.k": 0, "teachers.teachers_choose": 0, "engine.candidates": 0},
+        {"teachers.k": 0, "teachers.topk": 0, "engine.candidates": 0},
     ),
     (
         "the student's candidates",
         {"loss.signal": "at_ids", "loss.kind": "reverse_kl", "loss.topk": 8},
         0,
-        {"teachers.k": 8, "teachers.teachers_choose": 0, "engine.candidates": 8},
+        {"teachers.k": 8, "teachers.topk": 0, "engine.candidates": 8},
     ),
     (
         "full vocabulary",
         {"loss.signal": "hidden", "loss.teacher_temperature": 2.0},
         0,
-        {"teachers.k": 0, "teachers.teachers_choose": 0, "teachers.temperature": 2.0},
+        {"teachers.k": 0, "teachers.topk": 0, "teachers.temperature": 2.0},
     ),
     # Routing.
     (

@@ -19,7 +19,7 @@ from transformers import (
 
 from understudy.cli.main import main
 from understudy.config import Recipe, parse_recipe
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.slots import pool_bytes
 from understudy.nn.compiled_layers import compile_layers
 from understudy.planning.memory.advice import fits, gpu_loads, settings_that_fit
@@ -123,8 +123,8 @@ def test_a_whole_update_as_measured_on_an_h200(compiled: bool, measured: int) ->
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_pool_is_as_large_as_the_engines(narrow: bool) -> None:
     model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, **SIZES)).to(torch.bfloat16)
-    kept_as = KeptAs.FP8 if narrow else KeptAs.MODEL
-    expected = pool_bytes(model, slots=7, max_length=96, kept_as=kept_as)
+    kv_format = KVFormat.FP8 if narrow else KVFormat.MODEL
+    expected = pool_bytes(model, slots=7, max_length=96, kv_format=kv_format)
     assert SMALL.keys_and_values(7, 96, 2, narrow) == expected
 
 

@@ -63,7 +63,7 @@ def test_head_start_changes_no_bit(name: str, max_tokens: int) -> None:
     for seed in range(3):
         batch = varied_batch(seed=seed)
         expected = plain.update(batch, cross_entropy, token_mean(batch), max_tokens)
-        ahead.get_ahead(lambda batch=batch: batch, max_tokens)
+        ahead.begin_head_start(lambda batch=batch: batch, max_tokens)
         found = ahead.update(batch, cross_entropy, token_mean(batch), max_tokens)
         assert (found.loss, found.grad_norm, found.row_losses) == (
             expected.loss,
@@ -83,7 +83,7 @@ def test_several_updates_of_a_step() -> None:
     batch = varied_batch()
     plain, ahead = (Policy(qwen3(), settings()) for _ in range(2))
     passes = watch(ahead)
-    ahead.get_ahead(lambda: batch)
+    ahead.begin_head_start(lambda: batch)
     for policy in (plain, ahead):
         old = policy.logprobs(batch)
         for last in (False, True):
@@ -104,7 +104,7 @@ def test_wrong_guess_is_dropped(expected_rows: str) -> None:
         return {"others": varied_batch(seed=2), "fewer": batch.select([0, 1]), "none": None}[expected_rows]
 
     plain, ahead = (Policy(qwen3(), settings()) for _ in range(2))
-    ahead.get_ahead(guess)
+    ahead.begin_head_start(guess)
     expected = plain.update(batch, cross_entropy, token_mean(batch))
     found = ahead.update(batch, cross_entropy, token_mean(batch))
     assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
@@ -115,7 +115,7 @@ def test_weights_loaded_meanwhile() -> None:
     batch = varied_batch()
     other = Policy(qwen3(seed=5), settings())
     ahead = Policy(qwen3(), settings())
-    ahead.get_ahead(lambda: batch)
+    ahead.begin_head_start(lambda: batch)
     ahead.load_state(other.state())
     found = ahead.update(batch, cross_entropy, token_mean(batch))
     assert found.loss == other.update(batch, cross_entropy, token_mean(batch)).loss
@@ -132,7 +132,7 @@ def test_broken_rows_are_named(where: str) -> None:
     ]
     ahead = Policy(qwen3(), settings())
     before = weights_of(ahead)
-    ahead.get_ahead(lambda: batch)
+    ahead.begin_head_start(lambda: batch)
     with pytest.raises(PolicyError, match=rf"{len(rows)} row\(s\): {', '.join(rows)}"):
         ahead.update(batch, poisoned(where, token), token_mean(batch))
     for mine, theirs in zip(weights_of(ahead), before, strict=True):

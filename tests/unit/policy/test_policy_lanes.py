@@ -65,7 +65,7 @@ def test_lanes_change_no_bit(name: str, ahead: bool, max_tokens: int) -> None:
     for seed in range(3):
         batch = rows(seed)
         if ahead:
-            three.get_ahead(lambda batch=batch: batch, max_tokens)
+            three.begin_head_start(lambda batch=batch: batch, max_tokens)
         results = [p.update(batch, cross_entropy, token_mean(batch), max_tokens) for p in (three, turn, loop)]
         assert results[0].micro_batches % 3 == 0
         assert len({(r.loss, r.grad_norm, r.row_losses, r.micro_batches) for r in results}) == 1

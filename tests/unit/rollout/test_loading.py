@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from understudy.errors import ConfigError
-from understudy.rollout.loading import load_object, look_in
+from understudy.rollout.loading import load_object, set_python_path
 from understudy.rollout.tools.base import ToolOutcome
 from understudy.rollout.tools.library import build_tool
 from understudy.rollout.tools.sandbox import Isolation, Sandbox
@@ -16,9 +16,9 @@ from understudy.rollout.tools.sandbox import Isolation, Sandbox
 
 @pytest.fixture(autouse=True)
 def leaves_the_path_alone() -> Iterator[None]:
-    look_in([])  # of recipes that other tests read
+    set_python_path([])  # of recipes that other tests read
     yield
-    look_in([])
+    set_python_path([])
 
 
 def folder(path: Path, number: int) -> str:
@@ -32,17 +32,17 @@ def test_each_recipe_s_folder_has_its_own_modules(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a", 1), folder(tmp_path / "b", 2)
     before = list(sys.path)
     for place, number in ((first, 1), (second, 2), (first, 1)):
-        look_in([place])
+        set_python_path([place])
         assert load_object("own_module:number", "data.reward")() == number and sys.path == [*before, place]
     assert load_object("calendar:isleap", "data.reward")(2000), "an installed module wins"
-    look_in([])
+    set_python_path([])
     assert sys.path == before
     with pytest.raises(ConfigError, match=r"own_module cannot be imported .* beside the recipe"):
         load_object("own_module:number", "data.reward")
 
 
 def test_a_tool_beside_the_recipe_is_found_by_its_process(tmp_path: Path) -> None:
-    look_in([folder(tmp_path / "a", 7)])
+    set_python_path([folder(tmp_path / "a", 7)])
 
     async def call() -> tuple[ToolOutcome, str]:
         tool = build_tool("own_module:number", Sandbox(Isolation.NONE, 512))
@@ -55,7 +55,7 @@ def test_a_tool_beside_the_recipe_is_found_by_its_process(tmp_path: Path) -> Non
 
 def test_a_module_that_raises_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("1 / 0\n")
-    look_in([str(tmp_path)])
+    set_python_path([str(tmp_path)])
     with pytest.raises(ConfigError, match="importing broken_module raised ZeroDivisionError"):
         load_object("broken_module:f", "rollout.agent")
 
@@ -67,7 +67,7 @@ def test_a_module_that_was_moved_is_refused_with_its_new_name() -> None:
 
 def test_a_program_that_changed_its_path_meanwhile_is_no_error(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a", 1), folder(tmp_path / "b", 2)
-    look_in([first])
+    set_python_path([first])
     sys.path.remove(first)
-    look_in([second])
+    set_python_path([second])
     assert load_object("own_module:number", "data.reward")() == 2

@@ -184,5 +184,5 @@ def test_a_replica_that_fails_fast_does_not_look_idle() -> None:
     busy.end(5000)
     assert least_loaded([("fails", quick_to_fail), ("idle", busy)], 20 * DEBT_HALF_LIFE) == "fails"
     quick_to_fail.failed(10**9, later)
-    quick_to_fail.settled()
+    quick_to_fail.clear_debt()
     assert quick_to_fail.debt(later) == 0

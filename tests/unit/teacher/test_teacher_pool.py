@@ -182,7 +182,7 @@ class Rig:
         self.stops.append(replica)
         self.living.discard(replica)
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         return ""
 
     def alive(self, replica: str) -> bool:
@@ -469,7 +469,7 @@ def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() 
     """Not while another replica serves; once none is left, waiting requests fail with an error that blames no row."""
 
     class Hearing(Rig):
-        def last_words(self, replica: str) -> str:
+        def end_of_log(self, replica: str) -> str:
             return f"Traceback …\nRuntimeError: {replica} is out of memory"
 
     async def test(rig: Rig) -> None:

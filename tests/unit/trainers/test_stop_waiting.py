@@ -36,7 +36,7 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
             stop.training = True
             assert await stop.waiting(soon(1)) == 1
             asked = asyncio.Event()
-            stop.when_told(asked.set)
+            stop.on_stop(asked.set)
 
             async def until_asked() -> int:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -117,7 +117,7 @@ async def main():
     with interrupts.Interrupts(print, lambda: print("children ended", flush=True)) as stop:
         stop.training = True
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
-        while stop._unheard is None or sys.argv[2] == "for ever":  # blocked: the signal is received, and the loop cannot handle it
+        while stop._deaf_timer is None or sys.argv[2] == "for ever":  # blocked: the signal is received, and the loop cannot handle it
             time.sleep(0.01)
         while not stop.requested:
             await asyncio.sleep(0.01)

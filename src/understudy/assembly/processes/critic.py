@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from understudy.assembly.cpu_threads import products_of_lanes, steady_torch
+from understudy.assembly.cpu_threads import onednn_as_resolved, set_up_torch
 from understudy.assembly.critic import critic_of
 from understudy.assembly.this_machine import settings_of_run
 from understudy.errors import ConfigError, UnderstudyError
@@ -146,8 +146,8 @@ async def run(process: Process) -> None:
         raise ConfigError(
             f"loss.advantage = {settings.learn.loss.advantage!r} has no critic; it is for 'gae'"
         )
-    steady_torch(settings.compute)
-    with products_of_lanes(settings.compute):
+    set_up_torch(settings.compute)
+    with onednn_as_resolved(settings.compute):
         critic = critic_of(settings.critic, None, args.device)
         app = app_of(CriticCommands(critic), process.token)
         await serve(process, app, sock, what="the critic answers")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from understudy.assembly.cpu_threads import steady_torch
+from understudy.assembly.cpu_threads import set_up_torch
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.ranks import join_at, joining_file, mark_file, refusal_file
 from understudy.assembly.this_machine import settings_of_run
@@ -40,11 +40,11 @@ def run(process: Process) -> None:
     options = process.args
     run = RunDir.open(options.run)
     settings = settings_of_run(run)
-    steady_torch(settings.compute, share_of=options.size)
+    set_up_torch(settings.compute, share_of=options.size)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank_gpu(options.rank, settings.student.device))
     source = settings.student
-    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
+    student = load_source(source).with_pictures(MediaStore(run.media), source.model, source.revision)
     joining_file(options.coordination, options.rank).touch()
     group = join_at(options.rank, options.size, options.rendezvous, student.device)
     try:

@@ -34,7 +34,7 @@ from understudy.nn.vision import is_vision
 from understudy.policy.load import context_length
 from understudy.policy.lora import adapted_weights
 from understudy.serving.process import Process
-from understudy.teacher.replica.in_process import BaseReplica, scoring_with
+from understudy.teacher.replica.in_process import LoraBaseReplica, scoring_with
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.weights.adapters import AdaptedModel
 
@@ -42,7 +42,7 @@ from understudy.weights.adapters import AdaptedModel
 class EngineBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`--base`: the teachers over the base, and which layers get adapters."""
 
-    replicas: list[BaseReplica]
+    replicas: list[LoraBaseReplica]
     targets: list[str]
     """`student.lora.targets`."""
     freeze_vision: bool

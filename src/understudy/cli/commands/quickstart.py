@@ -28,12 +28,12 @@ def run(options: argparse.Namespace) -> int:
 
     from understudy.cli.outcome import finish
     from understudy.cli.reading import checked_recipe
-    from understudy.run.entry import begun_early, run_to_its_end
+    from understudy.run.entry import early_fork_server, run_to_its_end
 
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     recipe = checked_recipe(path, options.overrides)
     next_command = f"understudy train {path} {_NEXT}"
-    with begun_early(recipe.cluster, recipe.teachers):
+    with early_fork_server(recipe.cluster, recipe.teachers):
         from understudy.run.launch import launch
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
 from understudy.observability.rundir import RunDir
-from understudy.run.entry import begun_early, run_to_its_end
+from understudy.run.entry import early_fork_server, run_to_its_end
 
 EXAMPLE = "understudy train recipe.toml trainer.steps=20"
 
@@ -44,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
     if options.view and recipe.run.dir is None:
         folder = RunDir.fresh_path(recipe.run.name)
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
-    with begun_early(recipe.cluster, recipe.teachers), ExitStack() as beside:
+    with early_fork_server(recipe.cluster, recipe.teachers), ExitStack() as stack:
         from understudy.run.launch import launch
 
         if options.view:
             from understudy.viewer.serve import served_beside
 
-            beside.enter_context(served_beside(Path(str(recipe.run.dir))))
+            stack.enter_context(served_beside(Path(str(recipe.run.dir))))
         return finish(run_to_its_end(launch(recipe, progress=not options.quiet)))

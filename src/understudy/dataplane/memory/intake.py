@@ -46,7 +46,7 @@ class Intake:
         part = store.partition(partition)
         still = _unknown(part, new)  # another call may have issued them while this one waited
         store.admission.leave(len(new) - len(still))
-        store.touched(part, [store.issue(part, key, step, given.get(key), group) for key in still])
+        store.touch(part, [store.issue(part, key, step, given.get(key), group) for key in still])
         await store.journal.durable()
         return tuple(still)
 
@@ -63,7 +63,7 @@ class Intake:
         frames = framed(rows)
         given = checked_tags(tags) if tags else _NO_TAGS
         part = store.partitions[partition]
-        room = self._look(part, frames, lease)
+        room = self._check_writer(part, frames, lease)
         if room and not store.admission.enter_now(room, _size_of_new(part, frames)):
             part, room = await self._admit(partition, frames, lease)
         self._write(part, frames, given, status, room)
@@ -75,13 +75,13 @@ class Intake:
         many."""
         store = self._store
         part = store.partition(partition)
-        room = self._look(part, frames, lease)
+        room = self._check_writer(part, frames, lease)
         if not room or store.admission.enter_now(room, _size_of_new(part, frames)):
             return part, room
         await store.admission.admit(room, _size_of_new(part, frames))
         part = store.partition(partition)
         try:
-            self._look(part, frames, lease)
+            self._check_writer(part, frames, lease)
         except LeaseLost:
             store.admission.leave(room)
             store.admission.serve()
@@ -103,7 +103,7 @@ class Intake:
                 written.append(row)
                 continue
             if row is None:
-                row = self._unannounced(part, key, status)
+                row = self._issue_late(part, key, status)
                 if room:
                     room -= 1
                 else:
@@ -116,11 +116,11 @@ class Intake:
             written.append(row)
         if room:
             store.admission.leave(room)
-        store.touched(part, written)
+        store.touch(part, written)
         if part.filter is not None:
             store.filter_complete(part, written)
 
-    def _look(self, part: Partition, keys: Iterable[str], lease: Lease | None) -> int:
+    def _check_writer(self, part: Partition, keys: Iterable[str], lease: Lease | None) -> int:
         """Raise `LeaseLost` for a late writer or one without the lease; returns how many rows need
         admission."""
         store = self._store
@@ -143,8 +143,8 @@ class Intake:
                 )
         return new
 
-    def _unannounced(self, part: Partition, key: str, status: RowStatus) -> StoredRow:
-        """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the
+    def _issue_late(self, part: Partition, key: str, status: RowStatus) -> StoredRow:
+        """Issue a row that was put without having been issued: for its session's step if that is in flight, else for the
         next."""
         sibling = None if key.endswith("_0") else self._store.sibling(part, key)
         if sibling is None:
@@ -159,7 +159,7 @@ class Intake:
         rows = [store.row(part, key) for key in given]
         for row in rows:
             store.tag(row, given[row.key])
-        store.touched(part, rows)
+        store.touch(part, rows)
         store.filter_complete(part, rows)
         await store.journal.durable()
 

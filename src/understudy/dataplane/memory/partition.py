@@ -14,7 +14,7 @@ from understudy.dataplane.memory.rows import Group, StoredRow, Unit
 from understudy.dataplane.memory.settled import SettledKeys
 
 MOST_VIEWS = 8
-_NEWS = 64
+_MOST_EXCESS_CHANGES = 64
 """A view is dropped when its list of changed units exceeds the number of rows by this many."""
 _NONE = dict.fromkeys(RowStatus, 0)
 
@@ -128,14 +128,14 @@ class Partition:
             units: dict[Unit, None] = {row if row.group is None else row.group: None}
         else:
             units = {row if row.group is None else row.group: None for row in rows}
-        unasked: ViewSpec | None = None
+        stale: ViewSpec | None = None
         for view in self.views.values():
             if view is not but:
                 view.changed.update(units)
-                if len(view.changed) > len(self.rows) + _NEWS and not view.line:
-                    unasked = view.spec
-        if unasked is not None:
-            self._forget(unasked)
+                if len(view.changed) > len(self.rows) + _MOST_EXCESS_CHANGES and not view.line:
+                    stale = view.spec
+        if stale is not None:
+            self._forget(stale)
 
     def _forget(self, spec: ViewSpec) -> None:
         """Drop a view whose update would cost more than building a new one."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from understudy.dataplane.base import GroupPolicy, Lease, RowStatus, split_key
+from understudy.dataplane.base import GroupPolicy, Lease, RowStatus
 from understudy.dataplane.frame import SpillRef
 from understudy.errors import LeaseLost
+from understudy.types.prompt import split_key
 
 SortKey = tuple[str, int, int]
 _to_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from understudy.dataplane.base import GroupPolicy, Retain, RowStatus, split_key
+from understudy.dataplane.base import GroupPolicy, Retain, RowStatus
 from understudy.dataplane.dead_letters import DeadLetters, detail, kind_of_reason
 from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal.journal import Journal
@@ -23,6 +23,7 @@ from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition, Partitions
 from understudy.dataplane.memory.rows import HeldLease, Leases, StoredRow
 from understudy.errors import DataPlaneError, LeaseLost
+from understudy.types.prompt import split_key
 
 
 class Store:
@@ -93,7 +94,7 @@ class Store:
         group: GroupPolicy | None,
         status: RowStatus = RowStatus.PENDING,
     ) -> StoredRow:
-        """Add a new row that was admitted before; the caller calls `touched` once its columns are set."""
+        """Add a new row that was admitted before; the caller calls `touch` once its columns are set."""
         row = StoredRow(self._next_id, part.name, key, step, dict(tags) if tags else {}, status)
         self._next_id += 1
         part.add(row)
@@ -139,7 +140,7 @@ class Store:
         prompt, session, index = split_key(key)
         return part.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
-    def touched(self, part: Partition, rows: list[StoredRow]) -> None:
+    def touch(self, part: Partition, rows: list[StoredRow]) -> None:
         """Mark these rows as changed, so that views and waiting claims see them."""
         part.touch(rows)
         if part.claims_waiting or part.watches:
@@ -226,7 +227,8 @@ class Store:
         part.touch((row,))
         self.on_change(part)
 
-    def trained(self, part: Partition, rows: list[StoredRow], step: int) -> None:
+    def mark_trained(self, part: Partition, rows: list[StoredRow], step: int) -> None:
+        """Remove rows as trained in `step`."""
         changes = self.journal.changes
         keys = changes.facts["trained", part.name, step, None]
         ids = changes.trained.setdefault(step, [])
@@ -238,15 +240,15 @@ class Store:
             self._note_spills(rows)
         self._remove(part, rows)
 
-    def taken_out(self, part: Partition, rows: list[StoredRow], kind: str, told: str) -> None:
+    def take_out(self, part: Partition, rows: list[StoredRow], kind: str, reason: str) -> None:
         """Remove rows as dead or evicted."""
         changes = self.journal.changes
-        part.removed[kind, kind_of_reason(told)] += len(rows)
+        part.removed[kind, kind_of_reason(reason)] += len(rows)
         for row in rows:
-            changes.facts[kind, part.name, row.step, told].append(row.key)
+            changes.facts[kind, part.name, row.step, reason].append(row.key)
             changes.rows_gone.append(row.id)
             if kind == "dead":
-                changes.then.append(partial(self.dead_letters.append, part.name, row.key, row.step, told))
+                changes.then.append(partial(self.dead_letters.append, part.name, row.key, row.step, reason))
         self._note_spills(rows)
         self._remove(part, rows)
 
@@ -291,7 +293,7 @@ class Store:
                 continue
             reason = rule.rule([member.tags[rule.tag] for member in members])
             if reason is not None:
-                self.taken_out(part, members, "evicted", detail(reason))
+                self.take_out(part, members, "evicted", detail(reason))
 
     def expire(self) -> None:
         """Release the rows of expired leases."""

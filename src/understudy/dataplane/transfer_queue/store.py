@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
+from understudy.dataplane.base import Columns, Lease, RowStatus
 from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal.schema import PACK_SHIFT
 from understudy.dataplane.memory.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
@@ -26,6 +26,7 @@ from understudy.dataplane.transfer_queue.uploads import QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import queue_key, row_of
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
+from understudy.types.prompt import split_key
 
 INLINE_BYTES = 512
 """Default of `inline_bytes`: cells below this size stay in the ledger."""
@@ -242,7 +243,7 @@ class QueueIntake(Intake):
             store.check()
             if store.leases.epoch != epoch:
                 raise DataPlaneError("the plane was rewound while these rows were on their way")
-            self._look(part, frames, lease)
+            self._check_writer(part, frames, lease)
         except BaseException:
             if store.leases.epoch == epoch and store.refusal is None:
                 # Otherwise the plane is closed or rewound, and all counts start anew.
@@ -271,12 +272,12 @@ class QueueIntake(Intake):
         store, given = self._queue, checked_tags(tags)
         part = store.partition(partition)
         try:
-            room = self._look(part, rows, lease)
+            room = self._check_writer(part, rows, lease)
             if room:
                 await store.admission.admit(room, 0)
                 part = store.partition(partition)
                 try:
-                    self._look(part, rows, lease)
+                    self._check_writer(part, rows, lease)
                 except BaseException:
                     store.admission.leave(room)
                     store.admission.serve()

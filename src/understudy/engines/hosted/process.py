@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from understudy.engines.base import Detokenize
 from understudy.engines.hosted.app import HostApp
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import EngineError
 from understudy.media.processor import PictureProcessor, PictureReader
@@ -49,7 +49,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--max-batch", type=int, default=128, help="rows decoded together")
     parser.add_argument("--max-length", type=int, required=True, help="prompt and new tokens of one row")
-    parser.add_argument("--kv-cache", default=KeptAs.MODEL, choices=[one.value for one in KeptAs])
+    parser.add_argument("--kv-cache", default=KVFormat.MODEL, choices=[one.value for one in KVFormat])
     parser.add_argument("--pad-id", type=int, default=0, help="filling that is never attended to")
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
@@ -97,7 +97,7 @@ def engine_over(model: Any, args: argparse.Namespace) -> HFEngine:
         max_length=args.max_length,
         batching=Batching(args.batching),
         detokenize=_detokenize(args.model, _source(args)),
-        kept_as=KeptAs(args.kv_cache),
+        kv_format=KVFormat(args.kv_cache),
         pictures=_pictures(args),
     )
 

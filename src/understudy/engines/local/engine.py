@@ -29,7 +29,7 @@ from understudy.engines.base import GROWING_LAYERS, Detokenize, GenerateRequest,
 from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
-from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.kv_pool import KVFormat
 from understudy.engines.local.padded import PaddedBatch
 from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 from understudy.engines.local.scheduler import Batching, Call, Scheduler
@@ -69,7 +69,7 @@ class HFEngine:
     The engine takes over `model` and puts it into eval mode. To generate with a model that is being
     trained, use `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is needed
     for stop strings only. `layout` is chosen by device and model unless it is given: slots on a GPU, if the
-    model supports them. `kept_as` is the number format of keys and values in slots. `pictures`: for a
+    model supports them. `kv_format`: the number format of keys and values in slots. `pictures`: for a
     vision-language model.
     """
 
@@ -86,7 +86,7 @@ class HFEngine:
         detokenize: Detokenize | None = None,
         version: int = -1,
         layout: CacheLayout | None = None,
-        kept_as: KeptAs = KeptAs.MODEL,
+        kv_format: KVFormat = KVFormat.MODEL,
         pictures: PictureReader | None = None,
     ) -> None:
         self._pictures = pictures
@@ -95,9 +95,10 @@ class HFEngine:
         self._detokenize = detokenize
         self._version = version
         self._torn = False
+        """The last weight update failed half-way: the model holds weights of two versions."""
         self._tower_changed = False
-        """Since features were kept, the vision tower has got other weights."""
-        self._layout, self._max_batch, self._kept_as = layout, max_batch, kept_as
+        """The vision tower's weights have changed since `_features` computed features with them."""
+        self._layout, self._max_batch, self._kv_format = layout, max_batch, kv_format
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._adopt(model.to(self._device))
         self._scheduler = Scheduler(
@@ -164,35 +165,18 @@ class HFEngine:
 
     def _pool_for(self, model: Any) -> SlotPool | None:
         """A slot pool if it was asked for or is possible; None means the padded layout."""
-        narrow = self._kept_as is KeptAs.FP8
+        fp8 = self._kv_format is KVFormat.FP8
         if self._layout is CacheLayout.PADDED or (
             self._layout is None and self._device.type not in KERNEL_DEVICES
         ):
-            if narrow:
+            if fp8:
                 raise EngineError(
                     f"keys and values in fp8 need the kernels of a GPU, this engine runs on {self._device.type}; leave out "
                     "rollout.kv_cache"
                 )
             return None
-        problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
-        if is_vision(model):
-            problem = "it reads pictures"
-        if not problem and (attention := model.config._attn_implementation) != "sdpa":
-            problem = f"attention = {attention!r} was chosen, and slots have a decode kernel of their own"
-        if not problem and narrow and not _multiplies_fp8(self._device):
-            problem = f"fp8 needs compute capability 8.9, {torch.cuda.get_device_name(self._device)} has less"
-        if not problem and self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            needed = pool_bytes(
-                model, slots=self._max_batch, max_length=self._max_length, kept_as=self._kept_as
-            )
-            if needed > _POOL_SHARE * free:
-                problem = (
-                    f"{self._max_batch} rows of {self._max_length} tokens need {needed / 1e9:.1f} GB of keys and values, "
-                    f"more than {_POOL_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
-                )
-        if problem:
-            if narrow:
+        if problem := self._slot_problem(model):
+            if fp8:
                 raise EngineError(
                     f"{type(model).__name__} cannot keep keys and values in fp8: {problem}; leave out rollout.kv_cache"
                 )
@@ -213,18 +197,40 @@ class HFEngine:
                 slots=self._max_batch,
                 max_length=self._max_length,
                 device=self._device,
-                kept_as=self._kept_as,
+                kv_format=self._kv_format,
             )
 
+    def _slot_problem(self, model: Any) -> str:
+        """Why this model cannot be decoded over slots on this device; empty if it can."""
+        if is_vision(model):
+            return "it reads pictures"
+        if not pool_fits(model):
+            return "its attention is not one the decode kernel knows"
+        if (attention := model.config._attn_implementation) != "sdpa":
+            return f"attention = {attention!r} was chosen, and slots have a decode kernel of their own"
+        if self._kv_format is KVFormat.FP8 and not _multiplies_fp8(self._device):
+            return f"fp8 needs compute capability 8.9, {torch.cuda.get_device_name(self._device)} has less"
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            needed = pool_bytes(
+                model, slots=self._max_batch, max_length=self._max_length, kv_format=self._kv_format
+            )
+            if needed > _POOL_SHARE * free:
+                return (
+                    f"{self._max_batch} rows of {self._max_length} tokens need {needed / 1e9:.1f} GB of keys and values, "
+                    f"more than {_POOL_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
+                )
+        return ""
+
     def _build(self, rows: Sequence[DecodingRow]) -> RowBatch:
-        writing = DecodingRows(
+        decoding = DecodingRows(
             rows, version=self._version, vocab=self._outputs, device=self._device, detokenize=self._detokenize
         )
         if self._pool is not None:
-            return SlotBatch(self._pool, self._model, writing, pad_id=self._pad_id, device=self._device)
+            return SlotBatch(self._pool, self._model, decoding, pad_id=self._pad_id, device=self._device)
         return PaddedBatch(
             self._model,
-            writing,
+            decoding,
             pad_id=self._pad_id,
             device=self._device,
             pictures=self._pictures,

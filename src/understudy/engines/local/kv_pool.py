@@ -25,7 +25,7 @@ SMALLEST_TOP = 1e-20
 """Lower bound of the largest magnitude, so that a vector of zeros has a scale above 0."""
 
 
-class KeptAs(StrEnum):
+class KVFormat(StrEnum):
     """The number format of keys and values in a pool."""
 
     MODEL = "model"
@@ -45,9 +45,9 @@ class KeyValues:
 
     @staticmethod
     def empty(
-        shape: tuple[int, int, int, int], kept_as: KeptAs, dtype: torch.dtype, device: torch.device
+        shape: tuple[int, int, int, int], kv_format: KVFormat, dtype: torch.dtype, device: torch.device
     ) -> KeyValues:
-        narrow = kept_as is KeptAs.FP8
+        narrow = kv_format is KVFormat.FP8
 
         def block() -> Tensor:
             return torch.zeros(shape, dtype=NARROW if narrow else dtype, device=device)
@@ -104,9 +104,13 @@ def _widened(bytes_XD: Tensor, scales_X: Tensor, dtype: torch.dtype) -> Tensor:
     return (bytes_XD.view(NARROW).float() * scales_X[..., None]).to(dtype)
 
 
-def bytes_per_token(heads: int, size: int, kept_as: KeptAs, dtype: torch.dtype) -> int:
+def bytes_per_token(heads: int, size: int, kv_format: KVFormat, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values in one layer."""
-    own = NARROW.itemsize * size + torch.float32.itemsize if kept_as is KeptAs.FP8 else dtype.itemsize * size
+    own = (
+        NARROW.itemsize * size + torch.float32.itemsize
+        if kv_format is KVFormat.FP8
+        else dtype.itemsize * size
+    )
     return 2 * heads * own
 
 

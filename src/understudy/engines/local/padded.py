@@ -32,27 +32,27 @@ class PaddedBatch:
     def __init__(
         self,
         model: Any,
-        writing: DecodingRows,
+        decoding: DecodingRows,
         *,
         pad_id: int,
         device: torch.device,
         pictures: PictureReader | None = None,
         features: VisionFeatures | None = None,
     ) -> None:
-        self._model, self._device, self.writing = model, device, writing
+        self._model, self._device, self.decoding = model, device, decoding
         self._pictures, self._features = pictures, features
         self._lay_out()
         most = self._mask_BT.shape[1]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.cache: Cache = kv.new_cache(layers, self._width, most)
         self._use_lean_forward()
-        ids = [row.ids for row in writing.rows]
+        ids = [row.ids for row in decoding.rows]
         self.logits_BV = self._read_plainly(ids, pad_id) if self._lean is None else self._read_lean(ids)
 
     def _read_lean(self, ids: list[np.ndarray]) -> Tensor:
         assert self._lean is not None
         lengths_B = self._width - self._pad_B
-        return self._lean.prompts(prefix_tree(ids), lengths_B, self._hidden_BT, self.cache)
+        return self._lean.prompts(prefix_tree(ids), lengths_B, self._additive_mask_BT, self.cache)
 
     def _read_plainly(self, ids: list[np.ndarray], pad_id: int) -> Tensor:
         tokens_BT = np.full((len(ids), self._width), pad_id, dtype=np.int64)
@@ -65,7 +65,7 @@ class PaddedBatch:
         return self._forward(tokens, torch.from_numpy(positions_BT).to(self._device))
 
     def _read_pictures(self, tokens_BT: Tensor, ids: list[np.ndarray]) -> Tensor:
-        rows = self.writing.rows
+        rows = self.decoding.rows
         made = vision_rows(
             self._model,
             self._pictures,
@@ -86,29 +86,29 @@ class PaddedBatch:
 
     def _lay_out(self) -> None:
         """Computes mask and positions of the current rows."""
-        lengths_B = np.array([len(row) for row in self.writing.rows])
+        lengths_B = np.array([len(row) for row in self.decoding.rows])
         self._width = int(lengths_B.max())
         self._pad_B = self._width - lengths_B
         # The mask covers every token that may still come; each step uses a longer slice of it.
-        mask_BT = np.arange(self._width + self.writing.steps_left) >= self._pad_B[:, None]
+        mask_BT = np.arange(self._width + self.decoding.steps_left) >= self._pad_B[:, None]
         self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
         self._place_next()
 
     def _place_next(self) -> None:
         """int64 [B, 1]: the position of each row's next token."""
-        next_B = np.array([len(row) + row.rope_delta for row in self.writing.rows])
+        next_B = np.array([len(row) + row.rope_delta for row in self.decoding.rows])
         self._position_B1 = torch.from_numpy(next_B[:, None]).to(self._device)
 
     def _use_lean_forward(self) -> None:
         self._lean = lean_forward(self._model, longest=self._mask_BT.shape[1])
-        self._hide_filling()
+        self._build_additive_mask()
 
-    def _hide_filling(self) -> None:
-        """Computes the additive attention mask; None if no row has padding."""
-        self._hidden_BT: Tensor | None = None
+    def _build_additive_mask(self) -> None:
+        """0 where a token is, −inf in padding, for the CPU forward; None if no row has padding."""
+        self._additive_mask_BT: Tensor | None = None
         if self._lean is not None and self._pad_B.any():
-            shown_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
-            self._hidden_BT = shown_BT.masked_fill_(~self._mask_BT, -torch.inf)
+            zeros_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
+            self._additive_mask_BT = zeros_BT.masked_fill_(~self._mask_BT, -torch.inf)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, **pictures: Any) -> Tensor:
         output = self._model(
@@ -128,37 +128,37 @@ class PaddedBatch:
         return self._pad_B
 
     def draw(self) -> list[DecodingRow]:
-        return self.writing.draw(self.logits_BV)
+        return self.decoding.draw(self.logits_BV)
 
     def advance(self) -> None:
-        if self.writing.dropping_pays:
+        if self.decoding.dropping_pays:
             self.release()
         self._width += 1
         if self._lean is None:
-            self.logits_BV = self._forward(self.writing.newest_B[:, None], self._position_B1)
+            self.logits_BV = self._forward(self.decoding.newest_B[:, None], self._position_B1)
         else:
             self.logits_BV = self._lean.step(
-                self.writing.newest_B, self._position_B1[:, 0], self._hidden_BT, self.cache
+                self.decoding.newest_B, self._position_B1[:, 0], self._additive_mask_BT, self.cache
             )
         self._position_B1 = self._position_B1 + 1
 
     def release(self) -> None:
-        if self.writing.alive in (0, len(self.writing.rows)):
+        if self.decoding.alive in (0, len(self.decoding.rows)):
             return
-        keep = self.writing.keep_alive()
+        keep = self.decoding.drop_ended()
         keep_B = torch.from_numpy(keep).to(self._device)
         skip = int(self._pad_B[keep].min())
         self._pad_B = self._pad_B[keep] - skip
         self._width -= skip
         self._mask_BT, self._position_B1 = self._mask_BT[keep_B, skip:], self._position_B1[keep_B]
-        self._hide_filling()
+        self._build_additive_mask()
         self.logits_BV = self.logits_BV[keep_B]
         kv.keep_rows(self.cache, keep_B, skip)
 
     def join(self, other: RowBatch) -> None:
         assert isinstance(other, PaddedBatch)
         self.release()
-        self.writing = self.writing.joined(other.writing)
+        self.decoding = self.decoding.joined(other.decoding)
         self._lay_out()
         self.cache = kv.merge(self.cache, other.cache, most=self._mask_BT.shape[1])
         self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])

@@ -79,7 +79,7 @@ class RowBatch(Protocol):
     until enough have ended (`dropping_pays`) or `release` is called.
     """
 
-    writing: DecodingRows
+    decoding: DecodingRows
 
     def draw(self) -> list[DecodingRow]: ...
 
@@ -91,7 +91,8 @@ class RowBatch(Protocol):
 
 
 class DecodingRows:
-    """The rows of one batch, their sampling state and their drawn tokens. Used on the scheduler's thread."""
+    """The rows that one batch decodes, their sampling state and their drawn tokens. Used on the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -167,11 +168,11 @@ class DecodingRows:
         news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()])
         if not news_3B.is_cuda:
             return PendingDraw(news_3B)
-        told_3B = torch.empty(news_3B.shape, dtype=news_3B.dtype, pin_memory=True)
-        told_3B.copy_(news_3B, non_blocking=True)
+        host_3B = torch.empty(news_3B.shape, dtype=news_3B.dtype, pin_memory=True)
+        host_3B.copy_(news_3B, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingDraw(told_3B, arrived)
+        return PendingDraw(host_3B, arrived)
 
     def end_draw(self, drawn: PendingDraw) -> list[DecodingRow]:
         """The host's part: waits for the copy, then returns the rows that ended."""
@@ -183,22 +184,24 @@ class DecodingRows:
         return self._end_rows(news_3B[2] > 0)
 
     def _end_rows(self, stopped_B: np.ndarray) -> list[DecodingRow]:
-        full_B, said_B = self._left_B <= self._step, self._stop_strings_B()
-        ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | said_B))
+        full_B, has_stop_string_B = self._left_B <= self._step, self._stop_strings_B()
+        ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | has_stop_string_B))
         for i in ended:
             self._collect(i)
             if stopped_B[i]:
                 self.rows[i].stop_reason = StopReason.EOS
             else:
-                self.rows[i].stop_reason = StopReason.STOP_STRING if said_B[i] else StopReason.LENGTH
+                self.rows[i].stop_reason = (
+                    StopReason.STOP_STRING if has_stop_string_B[i] else StopReason.LENGTH
+                )
             self._alive_B[i] = False
         return [self.rows[i] for i in ended]
 
     def _stop_strings_B(self) -> np.ndarray:
         """Which rows have just completed one of their stop strings."""
-        said_B = np.zeros(len(self.rows), dtype=bool)
+        has_stop_string_B = np.zeros(len(self.rows), dtype=bool)
         if self._detokenize is None or not self._has_stop_strings:
-            return said_B
+            return has_stop_string_B
         for i in np.flatnonzero(self._alive_B):
             row = self.rows[i]
             stops = row.request.sampling.stop_strings
@@ -208,8 +211,8 @@ class DecodingRows:
             window = 4 * max(map(len, stops)) + 4
             newest = [*row.tokens, *self._tokens_NB[: self._step, i].tolist()][-window:]
             text = self._detokenize(newest)
-            said_B[i] = any(stop in text for stop in stops)
-        return said_B
+            has_stop_string_B[i] = any(stop in text for stop in stops)
+        return has_stop_string_B
 
     def _collect(self, i: np.integer) -> None:
         """Appends row i's tokens of this batch to the row."""
@@ -228,7 +231,7 @@ class DecodingRows:
         self._alive_B[ended] = False
         return [self.rows[i] for i in ended]
 
-    def keep_alive(self) -> np.ndarray:
+    def drop_ended(self) -> np.ndarray:
         """Drops the rows that have ended; returns the indices of those that stay."""
         keep = np.flatnonzero(self._alive_B)
         keep_B = torch.from_numpy(keep).to(self._device)

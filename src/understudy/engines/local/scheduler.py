@@ -36,7 +36,7 @@ class Batching(StrEnum):
 
 @dataclass(slots=True)
 class CallRow(DecodingRow):
-    """A row that knows which call it belongs to."""
+    """A row and the call it belongs to."""
 
     call: Call | None = None
 
@@ -102,11 +102,14 @@ class Scheduler:
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that had no place in the batch yet."""
         self._entering: Sequence[DecodingRow] = ()
-        """Rows that left the waiting ones, or the batch at new weights, and are not in the batch yet: their calls
-        must be known if that fails."""
+        """Rows on their way into the batch, from `_waiting` or from a batch whose weights changed. If computing
+        their prompts fails, their calls fail."""
         self._changed = threading.Condition()
-        self._paused = self._refresh = self._closed = False
+        self._paused = self._closed = False
+        self._refresh = False
+        """Weights changed: the batch's prompts are computed again before the next token."""
         self._resting = True
+        """No token is being computed; `pause` waits for this."""
         self._thread: threading.Thread | None = None
 
     # --- called from outside ---------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class Scheduler:
 
     def _turn(self) -> None:
         if self._batch is not None and self._refresh:
-            self._entering = self._batch.writing.end()
+            self._entering = self._batch.decoding.end()
             self._batch.release()
             self._batch = None
             self._enter()
@@ -204,7 +207,7 @@ class Scheduler:
             return
         for row in self._batch.draw():
             _call_of(row).row_ended()
-        if self._batch.writing.alive:
+        if self._batch.decoding.alive:
             self._batch.advance()
         else:
             self._leave()
@@ -218,7 +221,7 @@ class Scheduler:
         rows come to fill their group, so otherwise they would wait until running rows have ended.
         """
         while True:
-            running = self._batch.writing.alive if self._batch else 0
+            running = self._batch.decoding.alive if self._batch else 0
             free = self._max_batch - running
             if running and free < max(1, self._max_batch // 8) and self._ready_rows() > free:
                 return
@@ -291,23 +294,23 @@ class Scheduler:
         self._calls = deque(call for call in self._calls if not call.over)
         self._waiting = deque(row for row in self._waiting if not _call_of(row).over)
         if self._batch is not None:
-            ended = self._batch.writing.end(lambda row: _call_of(row).over)
+            ended = self._batch.decoding.end(lambda row: _call_of(row).over)
             over += [row for row in ended if isinstance(row, CallRow)]
-            if not self._batch.writing.alive:
+            if not self._batch.decoding.alive:
                 self._leave()
         for row in over:
             row.stop_reason = StopReason.ABORTED
             _call_of(row).row_ended()
 
     def _all_calls(self) -> list[Call]:
-        rows = [*(self._batch.writing.rows if self._batch else ()), *self._entering, *self._waiting]
+        rows = [*(self._batch.decoding.rows if self._batch else ()), *self._entering, *self._waiting]
         found = {id(call): call for call in [*map(_call_of, rows), *self._calls]}
         return list(found.values())
 
     def _leave(self) -> None:
         """Ends all rows of the batch and drops it."""
         if self._batch is not None:
-            self._batch.writing.end()
+            self._batch.decoding.end()
             self._batch.release()
             self._batch = None
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels import decode_step as decode_loop
-from understudy.engines.local.kv_pool import KeptAs, KeyValues, Places, SlotLayer, bytes_per_token
+from understudy.engines.local.kv_pool import KeyValues, KVFormat, Places, SlotLayer, bytes_per_token
 from understudy.engines.local.padded import PaddedBatch
 from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 
@@ -40,21 +40,23 @@ MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Models with plain attention (grouped, causal, maybe windowed) behind transformers' attention interface."""
 
 
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def pool_fits(model: Any) -> bool:
     """Whether this model's decode steps can run over slots."""
     config = model.config.get_text_config(decoder=True)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     plain = config.model_type in MODEL_TYPES
     return plain and decode_attention.kernel_fits(
-        config.num_attention_heads, config.num_key_value_heads, size
+        config.num_attention_heads, config.num_key_value_heads, _head_size(config)
     )
 
 
-def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = KeptAs.MODEL) -> int:
+def pool_bytes(model: Any, *, slots: int, max_length: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
     """The memory of a pool in bytes."""
     config = model.config.get_text_config(decoder=True)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = bytes_per_token(config.num_key_value_heads, size, kept_as, model.dtype)
+    per_token = bytes_per_token(config.num_key_value_heads, _head_size(config), kv_format, model.dtype)
     return int((slots + 1) * max_length * config.num_hidden_layers * per_token)
 
 
@@ -68,16 +70,15 @@ class SlotPool:
         slots: int,
         max_length: int,
         device: torch.device,
-        kept_as: KeptAs = KeptAs.MODEL,
+        kv_format: KVFormat = KVFormat.MODEL,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # One slot more than rows: a graph's unused rows write there.
-        shape = (slots + 1, config.num_key_value_heads, max_length, size)
+        shape = (slots + 1, config.num_key_value_heads, max_length, _head_size(config))
         self._model, self._device, self._scratch = model, device, slots
         self.last_column = max_length - 1
         self._layers = [
-            SlotLayer(KeyValues.empty(shape, kept_as, model.dtype, device))
+            SlotLayer(KeyValues.empty(shape, kv_format, model.dtype, device))
             for _ in range(config.num_hidden_layers)
         ]
         self._cache = Cache(layers=self._layers)
@@ -102,7 +103,7 @@ class SlotPool:
 
     def fill(self, slots: list[int], prompts: PaddedBatch) -> None:
         """Copies the keys and values of prompts just computed into slots."""
-        lengths = [len(row) for row in prompts.writing.rows]
+        lengths = [len(row) for row in prompts.decoding.rows]
         row_N = np.repeat(np.arange(len(slots)), lengths)
         place_N = np.concatenate([np.arange(length) for length in lengths])
         rows_N, places_N = (torch.from_numpy(a).to(self._device) for a in (row_N, place_N))
@@ -126,11 +127,11 @@ class SlotPool:
         slots_T = np.repeat(np.asarray(slots), lengths)
         before_T = np.arange(len(tokens_T)) - np.repeat(bounds[:-1], lengths)
         # One transfer for everything per token, one for everything per row.
-        told_3T = torch.from_numpy(np.stack([tokens_T, slots_T, before_T])).to(self._device)
+        per_token_3T = torch.from_numpy(np.stack([tokens_T, slots_T, before_T])).to(self._device)
         ends_B = torch.from_numpy(bounds[1:]).to(self._device)
-        places = Places(told_3T[1], told_3T[2], told_3T[2])
+        places = Places(per_token_3T[1], per_token_3T[2], per_token_3T[2])
         begins = torch.nn.functional.pad(ends_B, (1, 0)).to(torch.int32)
-        prompts = decode_loop.Prompts(told_3T[0], places, begins, max(lengths), ends_B - 1)
+        prompts = decode_loop.Prompts(per_token_3T[0], places, begins, max(lengths), ends_B - 1)
         return self._loop.read(prompts, self._layers)
 
     def step_for(self, rows: int, longest: int) -> _Step:
@@ -208,7 +209,7 @@ class SlotPool:
         own.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
-            nothing_collected(),
+            garbage_collection_off(),
             torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"),
         ):
             run()
@@ -217,7 +218,7 @@ class SlotPool:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
     """Disables Python's garbage collector while a graph is recorded.
 
     Garbage may hold graphs of a closed engine, and Python may collect it in any thread at any time. A graph
@@ -275,15 +276,15 @@ class SlotBatch:
     """A `RowBatch` whose keys and values are in slots of a pool."""
 
     def __init__(
-        self, pool: SlotPool, model: Any, writing: DecodingRows, *, pad_id: int, device: torch.device
+        self, pool: SlotPool, model: Any, decoding: DecodingRows, *, pad_id: int, device: torch.device
     ) -> None:
-        self._pool, self._device, self.writing = pool, device, writing
-        self._slots = pool.take(len(writing.rows))
-        self._lengths = [len(row) for row in writing.rows]
+        self._pool, self._device, self.decoding = pool, device, decoding
+        self._slots = pool.take(len(decoding.rows))
+        self._lengths = [len(row) for row in decoding.rows]
         if pool.reads_prompts:
-            self._logits_BV = pool.read(self._slots, [row.ids for row in writing.rows])
+            self._logits_BV = pool.read(self._slots, [row.ids for row in decoding.rows])
         else:
-            prompts = PaddedBatch(model, writing, pad_id=pad_id, device=device)
+            prompts = PaddedBatch(model, decoding, pad_id=pad_id, device=device)
             pool.fill(self._slots, prompts)
             self._logits_BV = prompts.logits_BV
         self._step: _Step | None = None
@@ -296,14 +297,14 @@ class SlotBatch:
         So the GPU does not wait while Python finds out which rows have ended. An ended row runs one step
         too many, into a slot that is still its own.
         """
-        drawn = self.writing.begin_draw(self._logits_BV)
-        if self._device.type in RUN_AHEAD and self.writing.goes_on:
+        drawn = self.decoding.begin_draw(self._logits_BV)
+        if self._device.type in RUN_AHEAD and self.decoding.goes_on:
             self._run_step()
             self._ahead = True
-        return self.writing.end_draw(drawn)
+        return self.decoding.end_draw(drawn)
 
     def advance(self) -> None:
-        if self.writing.dropping_pays:
+        if self.decoding.dropping_pays:
             self.release()
         if not self._ahead:
             self._run_step()
@@ -316,13 +317,13 @@ class SlotBatch:
             lengths = [min(length, self._pool.last_column) for length in self._lengths]
             places = torch.tensor([self._slots, lengths], device=self._device)
             step.place(places[0], places[1])
-        self._logits_BV = step.run(self.writing.newest_B)
+        self._logits_BV = step.run(self.decoding.newest_B)
         self._lengths = [length + 1 for length in self._lengths]
 
     def release(self) -> None:
-        if self.writing.alive == len(self.writing.rows):
+        if self.decoding.alive == len(self.decoding.rows):
             return
-        keep = self.writing.keep_alive().tolist()
+        keep = self.decoding.drop_ended().tolist()
         kept = set(keep)
         self._pool.give_back([slot for i, slot in enumerate(self._slots) if i not in kept])
         self._slots, self._lengths = [self._slots[i] for i in keep], [self._lengths[i] for i in keep]
@@ -332,7 +333,7 @@ class SlotBatch:
     def join(self, other: RowBatch) -> None:
         assert isinstance(other, SlotBatch)
         self.release()
-        self.writing = self.writing.joined(other.writing)
+        self.decoding = self.decoding.joined(other.decoding)
         self._slots, self._lengths = self._slots + other._slots, self._lengths + other._lengths
         self._logits_BV = torch.cat([self._logits_BV, other._logits_BV])
         self._step = None

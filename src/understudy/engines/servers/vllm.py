@@ -173,7 +173,7 @@ class _Servers(VLLMServers):
             return f"could not be started again: {self._failures[name]}"
         if child.alive:
             return "does not answer"
-        return f"died: {self.launcher.last_words(process_name(name))}"
+        return f"died: {self.launcher.end_of_log(process_name(name))}"
 
     async def stop(self, name: str) -> None:
         await self.launcher.stop(process_name(name))

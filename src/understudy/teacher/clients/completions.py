@@ -39,7 +39,7 @@ from understudy.teacher.clients.prompt_logprobs import (
 )
 from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.manifest import Limits, Manifest, RequestBatching, picture_facts
-from understudy.teacher.pool.together import together
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.teacher.scoring.probe import PROBE_HASH, PROBE_PICTURE, ProbePicture, probe_items
 from understudy.types.references import ScoreRef, fetched
@@ -261,7 +261,7 @@ class CompletionsClient:
         if self._usable is not None:
             check_usable(items, self._usable, self._channel.name)
         request = request_of(items)
-        answers = await together(self._one(found.route, item, timeout) for item in items)
+        answers = await gather_or_cancel(self._one(found.route, item, timeout) for item in items)
         reply = ScoreReply(
             teacher=self._channel.teacher,
             keys=request.keys,

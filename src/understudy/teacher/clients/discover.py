@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+import msgspec
+
 from understudy.media.processor import PictureReader
 from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
@@ -118,3 +120,37 @@ def connect_external(
         return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 
     return connect
+
+
+class ExternalServer(msgspec.Struct, frozen=True):
+    """What a client needs to connect to a teacher server of another project. The trainer sends it to workers that
+    ask the server themselves."""
+
+    vocab_size: int
+    vocab_fingerprint: str
+    model: str
+    backend: str
+    k: int = 0
+    """The recipe's K, tried first when the client probes how many logprobs the server returns."""
+    batching: RequestBatching = RequestBatching.BY_ARRIVAL
+    aligned: bool = False
+    """The teacher has another tokenizer."""
+
+    def connect(
+        self,
+        usable: UsableIds | None,
+        media: MediaStore | None = None,
+        pictures: PictureReader | None = None,
+    ) -> Connect:
+        return connect_external(
+            self.vocab_size,
+            self.vocab_fingerprint,
+            self.model,
+            Backend(self.backend),
+            usable=usable,
+            k=self.k,
+            media=media,
+            batching=self.batching,
+            pictures=pictures,
+            aligned=self.aligned,
+        )

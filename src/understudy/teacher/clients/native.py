@@ -72,7 +72,7 @@ class ReplicaClient:
         self._usable = usable
         self._manifest: Manifest | None = None
         self._media = media
-        self._shown: dict[str, asyncio.Task[None]] = {}
+        self._pictures: dict[str, asyncio.Task[None]] = {}
         """By hash: pictures that this replica has, or that are on their way to it."""
 
     async def __aenter__(self) -> Self:
@@ -117,37 +117,37 @@ class ReplicaClient:
         frame = encode_request(request)
         names = [name for own in request.media for name in own]
         for attempt in range(_MEDIA_ATTEMPTS):
-            await self._show(names)
+            await self._send_pictures(names)
             try:
                 return await self._channel.ask("/v1/score", frame, CONTENT_TYPE, timeout_s=timeout)
             except MediaMissing as error:  # the replica was restarted, or dropped a picture
                 for name in names:
-                    self._shown.pop(name, None)
+                    self._pictures.pop(name, None)
                 if attempt + 1 == _MEDIA_ATTEMPTS:
                     raise ScoringFailed(str(error)) from error
         raise AssertionError("unreachable")
 
-    async def _show(self, names: Sequence[str]) -> None:
-        """Sends the pictures that the replica has not got from here yet, each once."""
-        new = [name for name in dict.fromkeys(names) if name not in self._shown and name != PROBE_HASH]
+    async def _send_pictures(self, names: Sequence[str]) -> None:
+        """Sends the pictures that this client has not sent yet and the replica does not have."""
+        new = [name for name in dict.fromkeys(names) if name not in self._pictures and name != PROBE_HASH]
         if new:
             body = await self._channel.ask_json("/v1/media/missing", {"hashes": new})
             missing = set(json.loads(body)["missing"])
             for name in new:
-                if name not in self._shown:
-                    self._shown[name] = asyncio.create_task(self._send(name, name in missing))
+                if name not in self._pictures:
+                    self._pictures[name] = asyncio.create_task(self._send_picture(name, name in missing))
         for name in dict.fromkeys(names):
-            task = self._shown.get(name)
+            task = self._pictures.get(name)
             if task is None:
                 continue
             try:
                 await asyncio.shield(task)
             except BaseException:
                 if task.done():
-                    self._shown.pop(name, None)
+                    self._pictures.pop(name, None)
                 raise
 
-    async def _send(self, name: str, is_missing: bool) -> None:
+    async def _send_picture(self, name: str, is_missing: bool) -> None:
         if not is_missing:
             return
         if self._media is None:

@@ -43,8 +43,8 @@ class Load:
         self._debt = min(2 * self.debt(now) + tokens, MOST_DEBT)
         self._debt_at = now
 
-    def settled(self) -> None:
-        """Called on a success: clears the debt."""
+    def clear_debt(self) -> None:
+        """Called on a success."""
         self._debt = 0.0
 
     def debt(self, now: float) -> float:

@@ -1,9 +1,8 @@
 """Cache of scores: a frozen teacher gives the same scores for the same request.
 
 The key is (teacher identity, tokens, hashes of pictures, positions, signal, K, named ids); row keys are not
-part of it. If
-requests are scored alone ("by_request"), floating-point results depend on the composition of a request. Then
-only whole requests are cached, so the cache never changes a bit of a run.
+part of it. If the teacher scores requests alone ("by_request"), floating-point results depend on the
+composition of a request. Then only whole requests are cached, so the cache never changes a bit of a run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.pool.integrity import Identity, shown_of
+from understudy.teacher.pool.integrity import Identity, probe_picture_of
 from understudy.teacher.scoring.probe import CANARY_KEY, probe_items
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.scores import Signal
@@ -31,7 +31,10 @@ class Canary:
         manifest = identity.manifest
         self._item = replace(
             probe_items(
-                manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, shown_of(manifest)
+                manifest.vocab_size,
+                manifest.limits.max_length,
+                manifest.unused_ids,
+                probe_picture_of(manifest),
             )[0],
             key=CANARY_KEY,
         )
@@ -53,8 +56,8 @@ class Canary:
             own = replace(own, ids=np.full((len(positions), last.ids_each), self._named, np.int32))
         return [*items, own]
 
-    async def taken_off(self, scores: Sequence[ScoresRef], teacher: str, replica: str) -> list[ScoresRef]:
-        """Checks the canary's scores and returns the scores without them."""
+    async def checked(self, scores: Sequence[ScoresRef], teacher: str, replica: str) -> list[ScoresRef]:
+        """The scores without the canary's; raises if the canary's are not those of admission."""
         if not scores or scores[-1].key != CANARY_KEY:
             return list(scores)
         apart_P = np.abs((await scores[-1].fetch()).sampled_logprobs - self._expected_P)

@@ -30,7 +30,7 @@ class Identity:
     """float32: scores of the fixed tokens."""
 
 
-def shown_of(manifest: Manifest) -> ProbePicture | None:
+def probe_picture_of(manifest: Manifest) -> ProbePicture | None:
     """The picture that goes with the fixed tokens, for a teacher that reads pictures."""
     facts = manifest.pictures
     if facts is None:
@@ -43,7 +43,9 @@ async def identify(client: ScoringClient, timeout: float | None = None) -> Ident
     """Fetch a replica's manifest and its scores of the fixed tokens. Refuses an empty (uniform) model."""
     manifest = await client.manifest()
     scores = await client.score(
-        probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, shown_of(manifest)),
+        probe_items(
+            manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, probe_picture_of(manifest)
+        ),
         timeout,
     )
     logprobs = (await scores[0].fetch()).sampled_logprobs
@@ -163,7 +165,8 @@ def check_vocabulary(
     if differing := differences(student, teacher, rows):
         raise TeacherError(
             f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
-            "Token ids are sent as they are, so an id must be the same token for both"
+            "Token ids are sent as they are, so an id must be the same token for both: use a teacher of the student's family, or set "
+            f"teachers.{name}.vocabulary = 'align'"
         )
 
 

@@ -23,7 +23,7 @@ class Launcher(Protocol):
         """Whether the replica's process exists; says nothing about whether it answers."""
         ...
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         """The end of the replica's log, to begin an error with; empty if none is kept."""
         ...
 

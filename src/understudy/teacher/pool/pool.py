@@ -146,9 +146,9 @@ class TeacherPool:
     async def start(self) -> None:
         """Start every replica; raises if one cannot start, is empty, or differs from the first."""
         await self._supervisor.start(self._specs)
-        self._know_canary()
+        self._renew_canary()
 
-    def _know_canary(self) -> None:
+    def _renew_canary(self) -> None:
         if self.options.canary and self._supervisor.identity is not None:
             self._canary = Canary(self._supervisor.identity)
 
@@ -180,7 +180,7 @@ class TeacherPool:
         """Gives the teacher other weights, while no request is under way. Manifest and fixed scores are those
         of `version` afterwards, and only replies of `version` are accepted."""
         await self._supervisor.change_version(version, deliver)
-        self._know_canary()
+        self._renew_canary()
 
     async def add(self, spec: ReplicaSpec) -> None:
         """Add a replica while running."""
@@ -345,7 +345,7 @@ class TeacherPool:
                 )
         if self._canary is None:
             return scores
-        return await self._canary.taken_off(scores, self.name, replica.name)
+        return await self._canary.checked(scores, self.name, replica.name)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
         """Seconds for this request: a base, plus time for its tokens and those outstanding at the replica."""

@@ -49,7 +49,7 @@ class Replica:
         self.requests += 1
         self.tokens += tokens
         self.latencies.append(seconds)
-        self.load.settled()
+        self.load.clear_debt()
         self.health.request_ok(now)
 
     def failed(self, failure: Failure, tokens: int, reason: str, now: float) -> None:

@@ -20,11 +20,11 @@ from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind, PoolEvent
+from understudy.teacher.pool.gather import gather_or_cancel
 from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.integrity import Identity, check_same, identify
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.replica_record import Replica
-from understudy.teacher.pool.together import together
 from understudy.types.usable_ids import UsableIds
 
 Connect = Callable[[str, str, Endpoint], ScoringClient]
@@ -97,7 +97,7 @@ class ReplicaSupervisor:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._joining: set[str] = set()
-        """Replicas that are being started, and get new weights as those in use do."""
+        """Replicas that are being started. They get new weights too."""
         self._delivering = asyncio.Lock()
 
     async def start(self, specs: Sequence[ReplicaSpec]) -> None:
@@ -105,7 +105,7 @@ class ReplicaSupervisor:
         for spec in specs:
             self._add(spec)
         try:
-            found = await together(self._first_start(self.replicas[spec.name]) for spec in specs)
+            found = await gather_or_cancel(self._first_start(self.replicas[spec.name]) for spec in specs)
             self.identity = found[0]
             for spec, identity in zip(specs, found, strict=True):
                 check_same(self.identity, identity, spec.name)
@@ -155,9 +155,9 @@ class ReplicaSupervisor:
             replica.health.retire()
 
     async def change_version(self, version: int, deliver: Deliver) -> None:
-        """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
-        them; it is the new identity. One that has not is restarted. No request may be under way. After an error or a
-        cancellation the pool has its earlier identity, for the checkpoint that a stopping run saves."""
+        """Delivers weights of `version` to all replicas in use. Returns when one replica has passed a probe with
+        them: it defines the new identity. Replicas that fail are restarted. No request may be under way. After an
+        error or a cancellation the pool keeps its earlier identity, for the checkpoint that a stopping run saves."""
         before = self.identity, self.version
         try:
             await self._change_version(version, deliver)
@@ -311,7 +311,8 @@ class ReplicaSupervisor:
         check_same(self.identity, found, replica.name)
 
     async def _first_start(self, replica: Replica) -> Identity:
-        """Brings it up, again if its process is killed meanwhile. An error of its own ends the start at once."""
+        """Brings the replica up, and starts its process again if a signal kills it meanwhile. Any other error ends
+        the start at once."""
         for _ in range(self._options.starts_again):
             try:
                 return await self._bring_up(replica)
@@ -324,7 +325,8 @@ class ReplicaSupervisor:
         return await self._bring_up(replica)
 
     async def _join(self, replica: Replica) -> None:
-        """Brings it up and checks it: once more if new weights were delivered meanwhile, with none on their way."""
+        """Brings the replica up and checks its identity. If new weights were delivered meanwhile, it is identified
+        again while no delivery is under way."""
         self._joining.add(replica.name)
         try:
             found = await self._bring_up(replica)
@@ -412,7 +414,7 @@ class ReplicaSupervisor:
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
         said = replica.health.last_reason
-        if self._launcher is not None and (words := self._launcher.last_words(replica.name)):
+        if self._launcher is not None and (words := self._launcher.end_of_log(replica.name)):
             said = said if words in said else f"{words}\n{said}"
         times = f"given up after {many(replica.restart_count.in_vain, 'restart')} in a row (cluster.restarts.teacher)"
         replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"

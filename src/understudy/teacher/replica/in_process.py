@@ -9,7 +9,7 @@ of any replica, on a thread of its own, and asked by HTTP. So the pool, its chec
 
 | `placement` | serves | its launcher |
 |---|---|---|
-| `trainer` | on a loopback socket of its own | `BaseTeacher` |
+| `trainer` | on a loopback socket of its own | `LoraBaseTeacher` |
 | `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teacher_processes.py`) |
 """
 
@@ -35,7 +35,7 @@ from understudy.teacher.replica.server import parse_args
 from understudy.teacher.scoring.model import FrozenModel
 
 
-class BaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoraBaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a replica over the base must be told; the rest is the student's."""
 
     name: str
@@ -45,7 +45,7 @@ class BaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str | None
 
     @classmethod
-    def of(cls, name: str, teacher: TeacherConfig, batching: str) -> BaseReplica:
+    def of(cls, name: str, teacher: TeacherConfig, batching: str) -> LoraBaseReplica:
         return cls(name, batching, teacher.max_batch_tokens, teacher.context_length, teacher.revision)
 
     def arguments(self, base: FrozenModel) -> list[str]:
@@ -62,7 +62,9 @@ class BaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @asynccontextmanager
-async def scoring_with(replica: BaseReplica, base: FrozenModel, token: str | None) -> AsyncIterator[ASGIApp]:
+async def scoring_with(
+    replica: LoraBaseReplica, base: FrozenModel, token: str | None
+) -> AsyncIterator[ASGIApp]:
     """The HTTP application of a replica over a model in memory, and its thread until the end."""
     # Modules of its own: a scorer switches their attention, and several replicas score over the same tensors.
     base = replace(base, model=sharing_copy(base.model).eval())
@@ -79,10 +81,10 @@ async def scoring_with(replica: BaseReplica, base: FrozenModel, token: str | Non
 
 
 @dataclass
-class BaseTeacher:
+class LoraBaseTeacher:
     """The only replica of a teacher in the trainer's process. Started by its pool, on the event loop."""
 
-    replica: BaseReplica
+    replica: LoraBaseReplica
     token: str
     base: FrozenModel
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class BaseTeacher:
     def alive(self, replica: str) -> bool:
         return self._open is not None
 
-    def last_words(self, replica: str) -> str:
+    def end_of_log(self, replica: str) -> str:
         return ""
 
     def forget(self, replica: str) -> None:

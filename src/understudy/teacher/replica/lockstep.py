@@ -56,8 +56,10 @@ class LockstepScorer(Scorer):
         head = head_of(whole.model)
         own = usable.within(head.vocab) if usable is not None else None
         # The model's own forward of the probe, before sharding: what the shards together must reproduce.
-        self._truth = plain_scores(whole, own) if place.rank == 0 else np.empty(0, np.float32)
-        self._windows = self._windows_before_sharding(name, whole, options, own) if place.rank == 0 else None
+        self._whole_logprobs = plain_scores(whole, own) if place.rank == 0 else np.empty(0, np.float32)
+        self._windows_error = (
+            self._windows_before_sharding(name, whole, options, own) if place.rank == 0 else None
+        )
         self._wire = to_wire(head) if place.rank == 0 else None
         shard_layers(whole.model, place)
         own_head = shard_head(head, place)
@@ -68,12 +70,13 @@ class LockstepScorer(Scorer):
     def _windows_before_sharding(
         self, name: str, whole: FrozenModel, options: ScorerOptions, usable: UsableIds | None
     ) -> Exception | None:
-        """Why packed rows would lose the model's attention windows: the probe changes them in this process alone."""
+        """The error if packed rows would lose the model's attention windows. It is found before sharding, because the
+        check changes the windows in this process only."""
         if options.layout is ScoringLayout.PADDED:
             return None
         alone = Scorer(name, whole, replace(options, layout=ScoringLayout.PACKED), usable=usable)
         try:
-            alone.check_windows(self._truth)
+            alone.check_windows(self._whole_logprobs)
         except (TeacherError, TypeError, ValueError, RuntimeError) as error:
             return error
         finally:
@@ -82,8 +85,8 @@ class LockstepScorer(Scorer):
         return None
 
     def check_windows(self, theirs: np.ndarray) -> None:
-        if self._windows is not None:
-            raise self._windows
+        if self._windows_error is not None:
+            raise self._windows_error
 
     @property
     def wire_head(self) -> WireHead:
@@ -130,7 +133,7 @@ class LockstepScorer(Scorer):
         send(b"")
 
     def _expected(self) -> np.ndarray:
-        return self._truth
+        return self._whole_logprobs
 
 
 def _drop_whole_head(whole: FrozenModel) -> None:

@@ -134,6 +134,7 @@ class ScoringWorker:
                 self._turn.notify_all()
 
     def _may_begin(self) -> bool:
+        """Counts one more batch as under way; False while `between_batches` changes the weights."""
         with self._turn:
             if self._changing:
                 return False

@@ -368,7 +368,8 @@ class Scorer:
         if not (np.abs(ours - theirs) <= near).all():
             raise TeacherError(
                 f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
-                f"{np.abs(ours - theirs).max():.3g} nats; this architecture treats its logits in a way not known here"
+                f"{np.abs(ours - theirs).max():.3g} nats: the native teacher does not know how this architecture computes its logits; serve the model with vLLM "
+                "and name its server in teachers.NAME.urls"
             )
 
 

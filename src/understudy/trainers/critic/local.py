@@ -30,7 +30,7 @@ class ValueModel(Protocol):
     loop's."""
 
     @property
-    def alone(self) -> bool:
+    def trains_alone(self) -> bool:
         """Whether this step trains the critic only."""
         ...
 
@@ -66,7 +66,7 @@ class Critic:
         self.objective = ValueObjective(token_values, config.value_clip)
 
     @property
-    def alone(self) -> bool:
+    def trains_alone(self) -> bool:
         return self.policy.step < self.config.only_steps
 
     @property

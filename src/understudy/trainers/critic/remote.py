@@ -103,7 +103,7 @@ class RemoteCritic:
         self._asked: tuple[str, float] | None = None
 
     @property
-    def alone(self) -> bool:
+    def trains_alone(self) -> bool:
         return self._step < self._config.only_steps
 
     @property

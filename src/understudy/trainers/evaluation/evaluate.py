@@ -143,7 +143,7 @@ async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
             attention=teacher.attention,
         )
         if producer.renderer.pictures is not None:
-            loaded = loaded.reading(producer.renderer.pictures.store, teacher.model, teacher.revision)
+            loaded = loaded.with_pictures(producer.renderer.pictures.store, teacher.model, teacher.revision)
         context, rollout = loaded.steady_context, producer.settings.rollout
         longest = longest_row(producer.renderer, mine, rollout.agent, rollout.max_new_tokens) or context
         engine = loaded.engine(producer.evaluator.max_batch, max_length=min(longest, context))

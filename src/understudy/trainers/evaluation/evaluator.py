@@ -24,7 +24,7 @@ from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
 from understudy.rollout.user_code import awaited
 from understudy.trainers.call_batching import BatchByKey, CallQueue
-from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, reason_of, timed
+from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, as_timeout, reason_of
 from understudy.trainers.row_columns import finite
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
@@ -101,7 +101,7 @@ class Evaluator:
         broken: list[Exception] = []
         """Engine errors that no problem caused, such as a lack of memory."""
 
-        async def one(prompt: Prompt, session: int, cohort: BatchByKey) -> Trajectory | FailedAnswer:
+        async def one(prompt: Prompt, session: int, batcher: BatchByKey) -> Trajectory | FailedAnswer:
             async def generate(
                 tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
             ) -> Generation:
@@ -112,7 +112,7 @@ class Evaluator:
                 try:
                     async with turns:
                         with PausedClock(clock):
-                            result: Generation = await cohort.call(queue, key, request)
+                            result: Generation = await batcher.call(queue, key, request)
                 except Exception as error:
                     if not isinstance(error, UnderstudyError):
                         broken.append(error)
@@ -129,8 +129,8 @@ class Evaluator:
                 self.max_generated,
                 media=usable_hashes(prompt.messages),
             )
-            async with cohort.member():
-                written, limit, turns = None, self.deadline_seconds, cohort.one_at_a_time()
+            async with batcher.member():
+                written, limit, turns = None, self.deadline_seconds, batcher.one_at_a_time()
                 clock, what = asyncio.timeout(limit), "agent loop"
                 try:
                     async with clock:
@@ -148,14 +148,14 @@ class Evaluator:
                 except Exception as error:
                     if any(error is one for one in broken):
                         raise
-                    late = timed(error, clock, f"{what} timed out: {prompt.key}", limit)
+                    late = as_timeout(error, clock, f"{what} timed out: {prompt.key}", limit)
                     return FailedAnswer(prompt, asked, session, late, written)
 
         answers: list[Trajectory] = []
         for start in range(0, len(pairs), self.max_batch):
             chunk = pairs[start : start + self.max_batch]
-            cohort = BatchByKey(len(chunk))
-            found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
+            batcher = BatchByKey(len(chunk))
+            found = await asyncio.gather(*(one(prompt, session, batcher) for prompt, session in chunk))
             self.failures.extend(entry for entry in found if isinstance(entry, FailedAnswer))
             answers += [unrewarded(entry) if isinstance(entry, FailedAnswer) else entry for entry in found]
             advance(len(chunk))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from understudy.dataplane.base import split_key
 from understudy.policy.step import StepResult
 from understudy.rollout.seeds import hash63
 from understudy.types.loss_metrics import Metric, MetricTotal, merge_metrics
+from understudy.types.prompt import split_key
 
 
 def split_rows(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 
 from understudy.config import LossConfig
-from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import overlong_penalty
 from understudy.errors import LossInputError
 from understudy.losses.advantages import (
@@ -40,71 +39,11 @@ from understudy.trainers.learn.out_of_memory import within_memory
 from understudy.trainers.system import Learner
 from understudy.types.batch_ref import BatchRef, student_rows
 from understudy.types.jagged import Jagged
+from understudy.types.prompt import split_key
 from understudy.types.trajectory import StopReason
 
-
-def correction_settings(loss: LossConfig) -> CorrectionSettings:
-    chosen = loss.correction
-    return CorrectionSettings(chosen.weigh, chosen.cap, chosen.drop, chosen.low, chosen.high)
-
-
-def anchors_on_old(loss: LossConfig, updates: int) -> bool:
-    """Whether ratios are taken to the trainer's logprobs from before the step. Otherwise they are taken to those the
-    tokens were sampled with. A divergence has no ratio."""
-    if correction_settings(loss).active:
-        return True
-    return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
-
-
-def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
-    """Whether the trainer's logprobs from before the step are computed: as the anchor, to measure the mismatch, or for
-    a penalty in the reward."""
-    penalty = loss.kl_coef > 0 and loss.kl_in == "reward"
-    return anchors_on_old(loss, updates) or loss.correction.measure or penalty
-
-
-def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
-    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
-    answers have no behaviour policy: their weights are 1 and no loss reads them."""
-    drawn = Drawn(batch)
-    old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
-    metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
-    settings = correction_settings(loss)
-    if not settings.active:
-        return batch, metrics
-    weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
-    metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
-    return batch.with_columns(importance=drawn.spread(weights_N, elsewhere=1.0)), metrics
-
-
-def behaviour_of(batch: BatchRef) -> torch.Tensor:
-    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated; NaN in given answers."""
-    here = batch.streams()
-    return here.behaviour_logprobs.values[here.loss_mask.values]
-
-
-class Drawn:
-    """The rows of a batch that the student wrote, and their loss-bearing tokens."""
-
-    def __init__(self, batch: BatchRef) -> None:
-        self.rows = student_rows(batch)
-        self.lengths = [batch.loss_lengths[row] for row in self.rows]
-        lengths = torch.tensor(batch.loss_lengths, dtype=torch.int64)
-        self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        drawn_B = torch.zeros(len(batch), dtype=torch.bool)
-        drawn_B[self.rows] = True
-        self.tokens = drawn_B.repeat_interleave(lengths)
-        """bool [N]: among the loss-bearing tokens of the whole batch."""
-
-    def spread(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
-        """Values of these rows' tokens as a column of the whole batch."""
-        whole_N = values.new_full((len(self.tokens),), elsewhere)
-        whole_N[self.tokens] = values
-        return Jagged(whole_N, self._offsets)
-
-
-TOLD_AFTER = 3
-"""Steps without any advantage after which the user is told."""
+NOTE_AFTER_STEPS = 3
+"""Steps without any advantage after which the user gets a note."""
 
 
 @dataclass
@@ -126,6 +65,8 @@ class Prepared:
 
 
 def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
+    """Adds to a batch what its updates need: importance weights, reference logprobs, values, advantages.
+    `updates`: how many optimizer steps it is split into."""
     loss, rollout = learner.settings.loss, learner.settings.rollout
     ready = Prepared(batch)
     values = None
@@ -159,11 +100,71 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
             ready.batch, loss.advantage, penalty_N=penalty, gamma=loss.gamma, lam=loss.lam
         )
         _reward_metrics(ready, penalty)
-        _tell_of_no_advantage(learner, ready)
+        _note_missing_advantage(learner, ready)
     return ready
 
 
-def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
+def correction_settings(loss: LossConfig) -> CorrectionSettings:
+    chosen = loss.correction
+    return CorrectionSettings(chosen.weigh, chosen.cap, chosen.drop, chosen.low, chosen.high)
+
+
+def anchors_on_old(loss: LossConfig, updates: int) -> bool:
+    """Whether ratios are taken to the trainer's logprobs from before the step. Otherwise they are taken to those the
+    tokens were sampled with. A divergence has no ratio."""
+    if correction_settings(loss).active:
+        return True
+    return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
+
+
+def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
+    """Whether the trainer's logprobs from before the step are computed: as the anchor, to measure the mismatch, or for
+    a penalty in the reward."""
+    penalty = loss.kl_coef > 0 and loss.kl_in == "reward"
+    return anchors_on_old(loss, updates) or loss.correction.measure or penalty
+
+
+def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
+    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch. Given
+    answers have no behaviour policy: their weights are 1 and no loss reads them."""
+    drawn = StudentTokens(batch)
+    old_N, behaviour_N = old.values[drawn.tokens], behaviour_of(batch)[drawn.tokens]
+    metrics = mismatch_metrics(old_N, behaviour_N, drawn.lengths)
+    settings = correction_settings(loss)
+    if not settings.active:
+        return batch, metrics
+    weights_N = importance_weights(old_N, behaviour_N, drawn.lengths, settings)
+    metrics |= correction_metrics(weights_N, old_N, behaviour_N, drawn.lengths, settings)
+    return batch.with_columns(importance=drawn.as_column(weights_N, elsewhere=1.0)), metrics
+
+
+def behaviour_of(batch: BatchRef) -> torch.Tensor:
+    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated; NaN in given answers."""
+    here = batch.streams()
+    return here.behaviour_logprobs.values[here.loss_mask.values]
+
+
+class StudentTokens:
+    """The rows of a batch that the student wrote, and their loss-bearing tokens."""
+
+    def __init__(self, batch: BatchRef) -> None:
+        self.rows = student_rows(batch)
+        self.lengths = [batch.loss_lengths[row] for row in self.rows]
+        lengths = torch.tensor(batch.loss_lengths, dtype=torch.int64)
+        self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        drawn_B = torch.zeros(len(batch), dtype=torch.bool)
+        drawn_B[self.rows] = True
+        self.tokens = drawn_B.repeat_interleave(lengths)
+        """bool [N]: among the loss-bearing tokens of the whole batch."""
+
+    def as_column(self, values: torch.Tensor, elsewhere: float = 0.0) -> Jagged:
+        """Values of these tokens as a column of the whole batch, with `elsewhere` at all other tokens."""
+        whole_N = values.new_full((len(self.tokens),), elsewhere)
+        whole_N[self.tokens] = values
+        return Jagged(whole_N, self._offsets)
+
+
+def _note_missing_advantage(learner: Learner, ready: Prepared) -> None:
     """Notes once that the first steps of a launch had no advantage, so that the task term changes no
     weight."""
     so_far, advantages = learner.state.tally.steps_without_advantage, ready.batch.advantages
@@ -173,7 +174,7 @@ def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
         learner.state.tally.steps_without_advantage = None
         return
     learner.state.tally.steps_without_advantage = so_far + 1
-    if so_far + 1 == TOLD_AFTER:
+    if so_far + 1 == NOTE_AFTER_STEPS:
         learner.state.tally.steps_without_advantage = None
         rewards = sorted(set(ready.batch.rewards))
         found = (
@@ -182,7 +183,7 @@ def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
             else "all sessions of each prompt have the same one"
         )
         learner.state.view.note(
-            f"rewards gave no advantage in {TOLD_AFTER} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
+            f"rewards gave no advantage in {NOTE_AFTER_STEPS} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
             "for these rows?"
         )
 
@@ -200,9 +201,9 @@ def with_advantages(
 
     `penalty_N` (KL to a reference) is subtracted from the reward of each token. `gae` also sets `returns`.
     """
-    drawn = Drawn(batch)
+    drawn = StudentTokens(batch)
     if not drawn.rows:
-        return batch.with_columns(advantages=drawn.spread(torch.empty(0)))
+        return batch.with_columns(advantages=drawn.as_column(torch.empty(0)))
     rewards_B = torch.tensor([batch.rewards[row] for row in drawn.rows])
     lengths_B = drawn.lengths
     penalty_N = None if penalty_N is None else penalty_N[drawn.tokens]
@@ -211,18 +212,20 @@ def with_advantages(
             rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(lengths_B)])
         groups_B = [split_key(batch.keys[row])[0] for row in drawn.rows]
         advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
-        return batch.with_columns(advantages=drawn.spread(advantages_N))
+        return batch.with_columns(advantages=drawn.as_column(advantages_N))
     if not bool(torch.isfinite(rewards_B).all()):
         raise LossInputError("a row has no finite reward; a failed reward must be dropped, not averaged.")
     rewards_N = reward_at_end(rewards_B, lengths_B)
     if penalty_N is not None:
         rewards_N = rewards_N - penalty_N
     if kind == "reinforce++":
-        return batch.with_columns(advantages=drawn.spread(reinforce_plus_plus(rewards_N, lengths_B, gamma)))
+        return batch.with_columns(
+            advantages=drawn.as_column(reinforce_plus_plus(rewards_N, lengths_B, gamma))
+        )
     if batch.values is None:
         raise LossInputError("advantage = 'gae' needs the critic's values, which are missing.")
     advantages_N, returns_N = gae(rewards_N, batch.values.values[drawn.tokens], lengths_B, gamma, lam)
-    return batch.with_columns(advantages=drawn.spread(advantages_N), returns=drawn.spread(returns_N))
+    return batch.with_columns(advantages=drawn.as_column(advantages_N), returns=drawn.as_column(returns_N))
 
 
 def penalised(
@@ -257,7 +260,7 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
         return None
     own_N = behaviour_of(ready.batch) if ready.old_logprobs is None else ready.old_logprobs.values
     estimate_N = estimate(kind.removesuffix("+"), own_N, known.values)
-    drawn_N = Drawn(ready.batch).tokens
+    drawn_N = StudentTokens(ready.batch).tokens
     ready.metrics["actor/reward_kl_penalty"] = float(estimate_N[drawn_N].mean()) if drawn_N.any() else 0.0
     ready.metrics["actor/reward_kl_penalty_coeff"] = coef
     return coef * estimate_N
@@ -266,7 +269,7 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
 def _reward_metrics(ready: Prepared, penalty_N: torch.Tensor | None) -> None:
     """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per
     token; of the rows that the student wrote."""
-    batch, drawn = ready.batch, Drawn(ready.batch)
+    batch, drawn = ready.batch, StudentTokens(ready.batch)
     if not drawn.rows:
         return
     assert batch.advantages is not None

@@ -36,8 +36,7 @@ def keep_refused(run: RunDir, role: str, refused: RefusedRows) -> None:
 
 
 async def keep_weights(system: System, step: int, saved: int) -> None:
-    """After a refusal, saves `step`, the last one taken. A replay needs its weights, from which the refused
-    update started.
+    """After a refused update, saves a checkpoint of `step`, the last one taken: a replay starts from its weights.
 
     Only if a step has one update: with more, an earlier update of the refused step may have changed the
     weights.

@@ -35,7 +35,8 @@ from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
-_SHOWN = 5
+_MOST_LISTED = 5
+"""Incomplete rows that an error names."""
 
 
 async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dict[str, float]]:
@@ -46,7 +47,7 @@ async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dic
     fields, mine = training_columns(learner.settings.loss, learner.settings.scored), {"step": step}
     depth = await learner.state.plane.depth(PARTITION, fields=fields, where=mine, step=step)
     if depth.ready < depth.rows:
-        raise await _never_complete(learner, step, fields)
+        raise await _incomplete_rows(learner, step, fields)
     if depth.ready == 0:
         raise DataError(
             f"every row of step {step} failed; the reasons are in {learner.state.run.dead_letters}"
@@ -58,15 +59,15 @@ async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dic
     return lease, batch, metrics
 
 
-async def _never_complete(learner: Learner, step: int, fields: Sequence[str]) -> DataPlaneError:
+async def _incomplete_rows(learner: Learner, step: int, fields: Sequence[str]) -> DataPlaneError:
     rows = {key: row for key, row in (await learner.state.plane.list(PARTITION)).items() if row.step == step}
     lacking = {key: [name for name in fields if name not in row.columns] for key, row in rows.items()}
     stuck = [f"{key} ({row.status.value}, lacks {', '.join(lacking[key]) or 'nothing'})" for key, row in rows.items()
              if lacking[key] or row.leased]  # fmt: skip
-    more = f" and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
+    more = f" and {len(stuck) - _MOST_LISTED} more" if len(stuck) > _MOST_LISTED else ""
     return DataPlaneError(
         f"step {step} cannot be trained: {len(stuck)} of its {len(rows)} rows are in flight and no producer works on them: "
-        f"{'; '.join(stuck[:_SHOWN])}{more}. `understudy audit {learner.state.run.path}` counts every row; please report this with the "
+        f"{'; '.join(stuck[:_MOST_LISTED])}{more}. `understudy audit {learner.state.run.path}` counts every row; please report this with the "
         "run directory"
     )
 
@@ -94,33 +95,37 @@ def learn(learner: Learner, batch: BatchRef, watch: TokenWatch | None = None) ->
         return _nothing_to_learn(learner, batch)
     ready = prepare(learner, batch, len(parts))
     extra: dict[str, Metric] = {name: MetricTotal(value) for name, value in ready.metrics.items()}
-    alone = critic is not None and critic.alone
+    # Read before the critic's update, which ends the critic's step.
+    critic_only = critic is not None and critic.trains_alone
     if critic is not None:
         with ready.timed("critic"):
             here = ready.batch.streams()
-            extra |= critic_metrics(here, _teach_critic(learner, critic, here, parts))
-    result = _nothing_to_learn(learner, batch) if alone else _teach_student(learner, ready, parts, watch)
+            extra |= critic_metrics(here, _update_critic(learner, critic, here, parts))
+    if critic_only:
+        result = _nothing_to_learn(learner, batch)
+    else:
+        result = _update_student(learner, ready, parts, watch)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 
-def _teach_critic(
+def _update_critic(
     learner: Learner, critic: ValueModel, batch: Batch, parts: Sequence[list[int]]
 ) -> StepResult:
     results = []
     for number, rows in enumerate(parts, start=1):
-        part, weights = _cut(batch, rows, learner.settings.loss.reduction)
+        part, weights = _select(batch, rows, learner.settings.loss.reduction)
         learn_part = partial(critic.update, part.fetch_all(), weights, ends_step=number == len(parts))
         results.append(within_memory(learner, critic, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), len(batch))
 
 
-def _teach_student(
+def _update_student(
     learner: Learner, ready: Prepared, parts: Sequence[list[int]], watch: TokenWatch | None
 ) -> StepResult:
     settings, every = learner.settings, len(ready.batch)
     results = []
     for number, rows in enumerate(parts, start=1):
-        part, weights = _cut(ready.batch, rows, settings.loss.reduction)
+        part, weights = _select(ready.batch, rows, settings.loss.reduction)
         old = ready.anchor
         learn_part = partial(
             learner.policy.update,
@@ -136,7 +141,7 @@ def _teach_student(
     return combine(list(zip(parts, results, strict=True)), every)
 
 
-def _cut(batch: BatchRef, rows: list[int], reduction: Reduction) -> tuple[BatchRef, Jagged]:
+def _select(batch: BatchRef, rows: list[int], reduction: Reduction) -> tuple[BatchRef, Jagged]:
     """Some rows of a batch with their reduction weights, whose denominators cover exactly these rows."""
     part = batch if len(rows) == len(batch) else batch.select(rows)
     lengths: tuple[int, ...] = part.loss_lengths

@@ -46,7 +46,7 @@ class BusyMeter:
 
 
 def metered(queue: CallQueue, meter: BusyMeter) -> CallQueue:
-    """The same lane, with its calls counted by `meter`."""
+    """The same queue, with its calls counted by `meter`."""
 
     async def run(items: Sequence[Any]) -> Sequence[Any]:
         meter.enter()

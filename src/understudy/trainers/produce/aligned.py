@@ -1,5 +1,5 @@
-"""Asks a teacher with another tokenizer about a row: its tokens of the same bytes go out, its scores come back at the
-student's tokens (`teacher/alignment.py`).
+"""Scores a row by a teacher with another tokenizer: the request has the teacher's tokens of the same text, and the
+scores are mapped back to the student's tokens (`teacher/alignment.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def aligned_scores(
     item: ScoreRef,
     send: Callable[[ScoreRef], Awaitable[ScoresRef]],
 ) -> TeacherScores:
-    """`prompt`: the row's prompt in the teacher's tokens. `send` asks the teacher."""
+    """`prompt`: the row's prompt in the teacher's tokens. `send` sends a request to the teacher."""
     here, wanted = row.here, item.here
     if here is None or wanted is None:
         raise DataError(
@@ -40,6 +40,7 @@ async def aligned_scores(
 
 
 async def counted(scores: ScoresRef) -> TeacherScores:
-    """The scores with their counts; those of a teacher with the student's tokenizer are one to one."""
+    """The scores with their counts of aligned tokens set. A teacher with the student's tokenizer scores
+    every token one to one."""
     here = await scores.fetch()
     return here if here.aligned is not None else replace(here, aligned=(len(here.sampled_logprobs), 0, 0))

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import GroupFilter, no_signal
 from understudy.errors import DataError
 from understudy.observability.report import many
 from understudy.trainers.produce.produce import produce_step
 from understudy.trainers.row_columns import PARTITION, training_columns
 from understudy.trainers.system import Learner, Producer
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, split_key
 
 
 def install_filters(producer: Producer) -> None:

@@ -1,4 +1,5 @@
-"""Sorts failures of samples (a dead letter, or the end of the run); stops a session's clock while it waits."""
+"""Sorts failures: a sample (a session, or one of its outputs) becomes a dead letter, or the run ends. Stops a session's
+clock while it waits."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, SampleFailed) else f"{type(error).__name__}: {error}"
 
 
-def own_fault(error: Exception) -> Exception:
-    """Returns the error if it is one sample's own fault, and raises it if it must end the run.
+def sample_fault(error: Exception) -> Exception:
+    """The error, if it is the fault of one sample. Raises it if it must end the run.
 
     Raises `CancelledError` if the sample's task was cancelled: an agent loop may turn its cancellation into
     another error."""
@@ -33,16 +34,17 @@ def own_fault(error: Exception) -> Exception:
     return error
 
 
-def timed(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> Exception:
-    """An error that names `what` if `clock` expired, otherwise `error`. An agent loop may turn its timeout
-    into another error."""
+def as_timeout(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> Exception:
+    """A timeout error that names `what` if `clock` expired, otherwise `error`. An agent loop may turn its
+    timeout into another error, so the clock decides."""
     if not clock.expired() or isinstance(error, INFRASTRUCTURE):
         return error
     return SampleFailed(f"{what} took longer than rollout.deadline_seconds = {limit:g}")
 
 
 class PausedClock:
-    """Stops a session's clock while it waits for the engine, and in a cohort for the other members.
+    """Stops a session's clock while it waits for the engine, and under full determinism for the other sessions
+    of its batch.
 
     A class, because a step has hundreds of them and a generator costs several times as much."""
 

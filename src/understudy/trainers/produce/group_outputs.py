@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import last_turn
 from understudy.rollout.teacher_prompts import SessionFacts
-from understudy.trainers.call_batching import Gather
+from understudy.trainers.call_batching import CallBatcher
 from understudy.trainers.produce.rollouts import Output
 from understudy.types.trajectory import FEEDBACK, Trajectory
 
@@ -28,7 +28,7 @@ class GroupOutputs:
         self._missing = sessions
         self._renderer, self._solved_at = renderer, solved_at
         self._outputs: dict[int, list[Trajectory]] = {}
-        self._waiting: list[tuple[Gather, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[CallBatcher, asyncio.Future[None]]] = []
 
     def add(self, session: int, outputs: Sequence[Output]) -> None:
         """A session's outputs; none if it failed. Only the first call for a session counts."""
@@ -37,23 +37,23 @@ class GroupOutputs:
         self._outputs[session] = [one for one in outputs if isinstance(one, Trajectory)]
         self._missing -= 1
         if self._missing == 0:
-            for gather, waiting in self._waiting:
+            for batcher, waiting in self._waiting:
                 if not waiting.done():
-                    gather.resume()  # before this session's next call: see `Gather.resume`
+                    batcher.resume()  # before this session's next call: see `CallBatcher.resume`
                     waiting.set_result(None)
 
-    async def complete(self, gather: Gather) -> None:
+    async def complete(self, batcher: CallBatcher) -> None:
         """Returns when every session has been added."""
         if self._missing == 0:
             return
         waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append((gather, waiting))
-        gather.pause()
+        self._waiting.append((batcher, waiting))
+        batcher.pause()
         try:
             await waiting
         except asyncio.CancelledError:
             if waiting.cancelled():
-                gather.resume()
+                batcher.resume()
             raise
 
     def facts(self, session: int, row: Trajectory) -> SessionFacts:

@@ -3,7 +3,7 @@
     rollouts ──all finished──┬──> teachers score all rows (their processes) ──────────────┬──> loss, backward
                              └──> the student's pass over the first micro-batch (thread) ─┘
 
-On a CPU a sync step otherwise leaves a core idle: the trainer waits for the teachers, then they wait for it.
+Without it a sync step on a CPU leaves cores idle: the trainer waits for the teachers, then they wait for it.
 The update uses the result only if it would compute exactly the same (`policy/cpu/head_start.py`), so results
 do not depend on it.
 """
@@ -29,14 +29,14 @@ class HeadStartTrigger:
     """Collects a step's rollouts on the event loop, and starts the student's forward pass after the last
     one."""
 
-    def __init__(self, learner: Learner, policy: Policy, samples: int) -> None:
-        """`samples`: how many must be seen before the pass starts. If one failed or is remote, it never
-        starts."""
-        self._learner, self._policy, self._missing = learner, policy, samples
+    def __init__(self, learner: Learner, policy: Policy, sessions: int) -> None:
+        """`sessions`: how many must be added before the pass starts. If an output of one failed or is remote, the
+        pass never starts."""
+        self._learner, self._policy, self._missing = learner, policy, sessions
         self._rows: list[Trajectory] = []
 
-    def saw(self, rows: Sequence[Output]) -> None:
-        """Called with all outputs of one sample."""
+    def add(self, rows: Sequence[Output]) -> None:
+        """Called with all outputs of one session."""
         here = [None if isinstance(row, FailedOutput) else row.here for row in rows]
         found = [row for row in here if row is not None]
         if len(found) < len(rows):
@@ -44,7 +44,7 @@ class HeadStartTrigger:
         self._rows += found
         self._missing -= 1
         if not self._missing and self._rows:
-            self._policy.get_ahead(self._first_rows, self._learner.micro_batches.tokens)
+            self._policy.begin_head_start(self._first_rows, self._learner.micro_batches.tokens)
 
     def _first_rows(self) -> Batch | None:
         """The rows of the step's first update, as far as they are known."""
@@ -55,7 +55,7 @@ class HeadStartTrigger:
         return batch if len(parts[0]) == len(batch) else batch.select(parts[0])
 
 
-def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
+def head_start_of(learner: Learner, sessions: int) -> HeadStartTrigger | None:
     """None if a head start cannot help, or if the rows of the update are not known before they are scored.
 
     It does not help on a GPU, which works through its queue anyway, nor on a single core."""
@@ -67,9 +67,9 @@ def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
         and not settings.rollout.filter_groups
         and _cores() > 1
     )
-    if not useful or not isinstance(policy, Policy) or not policy.can_get_ahead:
+    if not useful or not isinstance(policy, Policy) or not policy.can_head_start:
         return None
-    return HeadStartTrigger(learner, policy, samples)
+    return HeadStartTrigger(learner, policy, sessions)
 
 
 def _cores() -> int:

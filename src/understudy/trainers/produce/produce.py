@@ -23,17 +23,18 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
+from understudy.dataplane.base import GroupPolicy, RowInfo
 from understudy.errors import ClusterError, DataError, LeaseLost
 from understudy.observability.report import many
 from understudy.rollout.teacher_prompts import SessionFacts
 from understudy.teacher.route import score_mixture
-from understudy.trainers.call_batching import BatchByArrival, BatchByKey, Gather
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, CallBatcher
 from understudy.trainers.produce.aligned import aligned_scores, counted
-from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
+from understudy.trainers.produce.failures import SampleFailed, reason_of, sample_fault
 from understudy.trainers.produce.group_outputs import GroupOutputs
 from understudy.trainers.produce.head_start import HeadStartTrigger, head_start_of
 from understudy.trainers.produce.rollouts import FailedOutput, Output, RolledOut
@@ -41,7 +42,7 @@ from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.produce.session import roll_out
 from understudy.trainers.row_columns import PARTITION, SCORED, own_prompt_column, score_columns
 from understudy.trainers.system import Learner, Producer
-from understudy.types.prompt import Prompt, row_key
+from understudy.types.prompt import Prompt, row_key, split_key
 from understudy.types.references import RowRef, ScoreRef, ScoresRef
 from understudy.types.scores import Signal
 from understudy.types.trajectory import Trajectory
@@ -52,21 +53,58 @@ FAILED = "failed"
 """The tag of an output whose reward failed, until it becomes a dead letter. Its value is the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingSession:
+    """A session to produce."""
+
+    prompt: Prompt
+    session: int
+    held: Mapping[str, RowInfo]
+    """Its rows in flight, which an earlier launch wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all sessions of a call of `produce_step` share."""
+
+    number: int
+    journal: RowJournal
+    head_start: HeadStartTrigger | None
+    groups: Mapping[str, GroupOutputs]
+    """By prompt; empty if no teacher's prompt shows what became of its sessions."""
+
+
 async def produce_step(
     producer: Producer,
     learner: Learner,
     prompts: Sequence[Prompt],
     step: int,
-    gather: Gather | None = None,
+    batcher: CallBatcher | None = None,
 ) -> None:
     """Produce every session of these prompts. Rows that the journal already holds are reused.
 
-    `gather` joins their calls with those of other producers. Without it, calls are joined among these prompts
+    `batcher` joins their calls with those of other producers. Without it, calls are joined among these prompts
     only, and the learner's first forward pass may start before the rows are scored (`produce/head_start.py`).
     """
-    samples = [(prompt, session) for prompt in prompts for session in range(producer.settings.rollout.n)]
-    keys = [row_key(prompt.key, session) for prompt, session in samples]
-    tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
+    pending = await _issue(producer, prompts, step)
+    sessions = len(prompts) * producer.settings.rollout.n
+    head_start = head_start_of(learner, sessions) if batcher is None else None
+    shared = _Step(step, RowJournal(producer.state.plane), head_start, _groups(producer, pending))
+    async with asyncio.TaskGroup() as tasks:
+        for members in _batches_by_key(producer, pending):
+            own: CallBatcher = batcher or (
+                BatchByKey(len(members)) if producer.settings.deterministic else BatchByArrival()
+            )
+            for one in members:
+                tasks.create_task(_produce(producer, shared, one, own))
+
+
+async def _issue(producer: Producer, prompts: Sequence[Prompt], step: int) -> list[_PendingSession]:
+    """Enters the rows of these prompts into the ledger. Returns the sessions to produce: without those whose rows an
+    earlier launch has settled."""
+    sessions = [(prompt, session) for prompt in prompts for session in range(producer.settings.rollout.n)]
+    keys = [row_key(prompt.key, session) for prompt, session in sessions]
+    tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, sessions, strict=True)}
     # `reserved`: the plane has room for the rows of a step or window (`config/checks/capacity.py`). They must
     # not wait, least of all behind rows that are trained after them.
     with producer.state.spans.span("issue rows", step=step):
@@ -79,29 +117,18 @@ async def produce_step(
     if issued and not producer.settings.rollout.workers:
         producer.renderer.ahead(prompts)
     held = {} if len(issued) == len(keys) else _by_session(await producer.state.plane.list(PARTITION))
-    waiting = [
-        (prompt, session, held.get((prompt.key, session), {}))
-        for (prompt, session), key in zip(samples, keys, strict=True)
+    return [
+        _PendingSession(prompt, session, held.get((prompt.key, session), {}))
+        for (prompt, session), key in zip(sessions, keys, strict=True)
         if key in issued or (prompt.key, session) in held
     ]
-    groups = _groups(producer, waiting)
-    ahead = head_start_of(learner, len(samples)) if gather is None else None
-    journal = RowJournal(producer.state.plane)
-    async with asyncio.TaskGroup() as tasks:
-        for members in _batches_by_key(producer, waiting):
-            own: Gather = gather or (
-                BatchByKey(len(members)) if producer.settings.deterministic else BatchByArrival()
-            )
-            for prompt, session, rows in members:
-                group = groups.get(prompt.key)
-                tasks.create_task(_produce(producer, prompt, session, step, rows, own, journal, ahead, group))
 
 
-def _groups(producer: Producer, waiting: Sequence[tuple[Prompt, int, Any]]) -> dict[str, GroupOutputs]:
+def _groups(producer: Producer, pending: Sequence[_PendingSession]) -> dict[str, GroupOutputs]:
     """The sessions of each prompt together, if a teacher's prompt shows what became of them."""
     if not producer.teachers.prompts.session_facts:
         return {}
-    sessions = Counter(prompt.key for prompt, _, _ in waiting)
+    sessions = Counter(one.prompt.key for one in pending)
     solved_at = producer.settings.evaluation.solved_at
     return {key: GroupOutputs(count, producer.renderer, solved_at) for key, count in sessions.items()}
 
@@ -122,57 +149,48 @@ def _by_session(rows: Mapping[str, RowInfo]) -> dict[tuple[str, int], dict[str, 
     return found
 
 
-def _batches_by_key(producer: Producer, samples: list[Any]) -> list[list[Any]]:
-    """Samples in groups of `rollout.max_batch` by key under full determinism, otherwise in one group.
+def _batches_by_key(producer: Producer, pending: list[_PendingSession]) -> list[list[_PendingSession]]:
+    """Sessions in sets of `rollout.max_batch` by key under full determinism, otherwise in one set.
 
-    Each group's calls are batched together."""
+    Each set's calls are batched together."""
     rollout = producer.settings.rollout
-    size = rollout.max_batch if producer.settings.deterministic else max(len(samples), 1)
+    size = rollout.max_batch if producer.settings.deterministic else max(len(pending), 1)
     if "solution" in producer.teachers.prompts.session_facts:
-        # Sessions that wait for each other share a cohort, so that its batches do not depend on another's speed.
+        # Sessions that wait for each other are in one set, so that its batches do not depend on another's speed.
         size = max(size // rollout.n, 1) * rollout.n
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
+    return [pending[start : start + size] for start in range(0, len(pending), size)]
 
 
-async def _produce(
-    producer: Producer,
-    prompt: Prompt,
-    session: int,
-    step: int,
-    held: Mapping[str, RowInfo],
-    gather: Gather,
-    journal: RowJournal,
-    ahead: HeadStartTrigger | None,
-    group: GroupOutputs | None,
-) -> None:
-    """Produces one session. `held`: its rows in flight. The session's own faults become dead letters and are
-    not raised."""
-    async with gather.member():
+async def _produce(producer: Producer, step: _Step, pending: _PendingSession, batcher: CallBatcher) -> None:
+    """Produces one session. The session's own faults become dead letters and are not raised."""
+    prompt, session, held = pending.prompt, pending.session, pending.held
+    group = step.groups.get(prompt.key)
+    async with batcher.member():
         try:
             if held and all(_is_rolled_out(row) for row in held.values()):
-                session_outputs = RolledOut(await _held_outputs(producer, held))
+                rolled_out = RolledOut(await _held_outputs(producer, held))
             else:
-                tags_of = partial(_row_tags, producer, prompt, step)
-                session_outputs = await roll_out(producer, prompt, session, gather, tags_of, journal)
-            outputs, safe = session_outputs.outputs, session_outputs.safe
+                tags_of = partial(_row_tags, producer, prompt, step.number)
+                rolled_out = await roll_out(producer, prompt, session, batcher, tags_of, step.journal)
+            outputs, durable = rolled_out.outputs, rolled_out.durable
             if group is not None:
                 known = [await producer.rollouts.stored(key) for key, row in held.items() if _is_scored(row)]
                 group.add(session, [*outputs, *known])
                 if "solution" in producer.teachers.prompts.session_facts:
-                    await group.complete(gather)
-            if ahead is not None and outputs:
-                ahead.saw(outputs)
+                    await group.complete(batcher)
+            if step.head_start is not None and outputs:
+                step.head_start.add(outputs)
             try:
-                # One after another: a member of a cohort may have one call at a time.
+                # One after another: a member of a `BatchByKey` may have one call at a time.
                 for one in outputs:
                     facts = group.facts(session, one) if group and isinstance(one, Trajectory) else None
-                    await _complete(producer, prompt, one, gather, journal, safe, facts)
+                    await _complete(producer, prompt, one, batcher, step.journal, durable, facts)
             finally:
-                if safe is not None:
-                    await safe
+                if durable is not None:
+                    await durable
         except Exception as error:
             # None of the session's outputs is in the journal, so the key of its first output stands for it.
-            await _dead_letter(producer, row_key(prompt.key, session), own_fault(error))
+            await _dead_letter(producer, row_key(prompt.key, session), sample_fault(error))
         finally:
             if group is not None:
                 group.add(session, [])
@@ -182,26 +200,26 @@ async def _complete(
     producer: Producer,
     prompt: Prompt,
     output: Output,
-    gather: Gather,
+    batcher: CallBatcher,
     journal: RowJournal,
-    safe: Awaitable[None] | None,
+    durable: Awaitable[None] | None,
     facts: SessionFacts | None,
 ) -> None:
     """Adds the teacher's scores to an output. A failed output becomes a dead letter; the session's other
     outputs are unaffected.
 
-    `safe` is done when the rollout is in the journal. There is no deadline: a teacher that does not answer is
+    `durable` is done when the rollout is in the journal. There is no deadline: a teacher that does not answer is
     waited for.
     """
     scores, failure = None, output.error if isinstance(output, FailedOutput) else None
     if producer.teachers.router is not None and not isinstance(output, FailedOutput):
         try:
             async with _gate(producer):
-                scores = await _score(producer, prompt, output, gather, facts)
+                scores = await _score(producer, prompt, output, batcher, facts)
         except Exception as error:
-            failure = own_fault(error)
-    if safe is not None:
-        await safe
+            failure = sample_fault(error)
+    if durable is not None:
+        await durable
     if failure is not None:
         await _dead_letter(producer, output.key, failure)
     elif scores is not None:
@@ -227,7 +245,7 @@ def _gate(producer: Producer) -> AbstractAsyncContextManager[None]:
 
 
 async def _score(
-    producer: Producer, prompt: Prompt, row: RowRef, gather: Gather, facts: SessionFacts | None
+    producer: Producer, prompt: Prompt, row: RowRef, batcher: CallBatcher, facts: SessionFacts | None
 ) -> ScoresRef:
     """Scores from the row's teacher, or from its mixture of teachers."""
     assert producer.teachers.router is not None
@@ -244,7 +262,7 @@ async def _score(
 
     async def send(teacher: str, wanted: ScoreRef) -> ScoresRef:
         with producer.state.spans.span("score", key=item.key, teacher=teacher) as about:
-            scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
+            scores: ScoresRef = await batcher.call(producer.teachers.queues[teacher], item.key, wanted)
             about["replica"] = scores.replica
         return scores
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.user_code import awaited
-from understudy.trainers.produce.failures import own_fault, reason_of, timed
+from understudy.trainers.produce.failures import as_timeout, reason_of, sample_fault
 from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, ORIGIN, PARTITION, rollout_columns, storable
 from understudy.types.batch import BatchMeta
@@ -70,7 +70,7 @@ class RolledOut:
     """The outputs of a session."""
 
     outputs: Sequence[Output]
-    safe: Awaitable[None] | None = None
+    durable: Awaitable[None] | None = None
     """Done when the outputs would survive kill -9. None: they would already."""
 
 
@@ -117,7 +117,7 @@ class LocalRollouts:
                     outputs = checked_outputs(await awaited(loop.run(session.prompt, context)), context)
                 due = clock.when()
         except Exception as error:
-            raise timed(error, clock, f"agent loop timed out: {session.key}", session.limit) from error
+            raise as_timeout(error, clock, f"agent loop timed out: {session.key}", session.limit) from error
         for one in outputs:
             if isinstance(one, LostOutput):
                 continue
@@ -146,7 +146,7 @@ class LocalRollouts:
                     return storable(await self.rewards.score(session.prompt, trajectory))
         except Exception as error:
             what = f"reward {self.rewards.names} timed out: {key}"
-            return FailedOutput(key, own_fault(timed(error, clock, what, session.limit)))
+            return FailedOutput(key, sample_fault(as_timeout(error, clock, what, session.limit)))
 
     def _journal(self, session: Session, outputs: Sequence[Trajectory | FailedOutput]) -> Awaitable[None]:
         """If the session's group was removed meanwhile (a sibling failed, or there was no signal), its rows are
@@ -165,32 +165,25 @@ class LocalRollouts:
         return session.journal.put(write)
 
     async def stored(self, key: str) -> Trajectory:
-        streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
-        own = (CANDIDATES,) if self.sampling.candidates else ()
-        shown = (MEDIA,) if self.pictures else ()
-        told = ("reward", FEEDBACK) if self.with_feedback else ()
-        names = (*streams, *own, *shown, *told, "stop_reason", ORIGIN)
+        names = ["tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "stop_reason", ORIGIN]
+        names += [CANDIDATES] if self.sampling.candidates else []
+        names += [MEDIA] if self.pictures else []
+        names += ["reward", FEEDBACK] if self.with_feedback else []
         columns = await self.plane.get(BatchMeta(PARTITION, (key,)), names)
-        tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
-        candidates = np.asarray(columns[CANDIDATES][0]) if own else None
-        reason = StopReason(str(columns["stop_reason"][0]))
-        media = tuple(columns[MEDIA][0]) if shown else None
-        origin = Origin(str(columns[ORIGIN][0]))
-        row = Trajectory(
+        cells: dict[str, Any] = {name: columns[name][0] for name in names}
+        return Trajectory(
             key,
-            tokens,
-            mask,
-            logprobs,
-            versions,
-            reason,
-            candidate_ids=candidates,
-            media=media,
-            origin=origin,
+            np.asarray(cells["tokens"]),
+            np.asarray(cells["loss_mask"]),
+            np.asarray(cells["behaviour_logprobs"]),
+            np.asarray(cells["weight_versions"]),
+            StopReason(str(cells["stop_reason"])),
+            reward=cells.get("reward"),
+            extra={FEEDBACK: str(cells[FEEDBACK])} if self.with_feedback else {},
+            candidate_ids=np.asarray(cells[CANDIDATES]) if CANDIDATES in cells else None,
+            media=tuple(cells[MEDIA]) if MEDIA in cells else None,
+            origin=Origin(str(cells[ORIGIN])),
         )
-        if not told:
-            return row
-        reward: Any = columns["reward"][0]
-        return replace(row, reward=reward, extra={FEEDBACK: str(columns[FEEDBACK][0])})
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -1,6 +1,6 @@
 """Runs one session of a prompt: its agent loop and the reward of each output, under a deadline.
 
-    prompt ──agent loop──> outputs 0, 1, … ──reward of each──> RowRef, or Failed with the reason
+    prompt ──agent loop──> outputs 0, 1, … ──reward of each──> RowRef, or FailedOutput
 
 A loop may return several outputs (a sub-agent, a branch, a context reset). If the loop fails, there is no
 output. If a reward fails, only its output fails.
@@ -23,7 +23,7 @@ from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.given import takes_given_answer
 from understudy.rollout.seeds import derive_seed
-from understudy.trainers.call_batching import Gather
+from understudy.trainers.call_batching import CallBatcher
 from understudy.trainers.produce.failures import PausedClock
 from understudy.trainers.produce.rollouts import RolledOut, Session, TagsOf
 from understudy.trainers.produce.row_journal import RowJournal
@@ -32,13 +32,18 @@ from understudy.types.prompt import Prompt, row_key
 
 
 async def roll_out(
-    producer: Producer, prompt: Prompt, session: int, gather: Gather, tags_of: TagsOf, journal: RowJournal
+    producer: Producer,
+    prompt: Prompt,
+    session: int,
+    batcher: CallBatcher,
+    tags_of: TagsOf,
+    journal: RowJournal,
 ) -> RolledOut:
     """Runs one session and puts its outputs into the ledger; raises if the agent loop fails."""
     rollout = producer.settings.rollout
     limit = rollout.deadline_seconds
     clock = asyncio.timeout(limit)
-    context = loop_context(producer, prompt, session, gather, clock)
+    context = loop_context(producer, prompt, session, batcher, clock)
     if rollout.off_policy and takes_given_answer(producer.settings.seed, prompt, session, rollout.off_policy):
         context = replace(context, given=rollout.answer_column)
     key = row_key(prompt.key, session)
@@ -47,10 +52,10 @@ async def roll_out(
 
 
 def loop_context(
-    producer: Producer, prompt: Prompt, session: int, gather: Gather, clock: asyncio.Timeout
+    producer: Producer, prompt: Prompt, session: int, batcher: CallBatcher, clock: asyncio.Timeout
 ) -> LoopContext:
     """The context of an agent loop. `clock` is stopped while the loop waits for the engine."""
-    key, turns = row_key(prompt.key, session), gather.one_at_a_time()
+    key, turns = row_key(prompt.key, session), batcher.one_at_a_time()
 
     def seed(turn: int) -> int:
         return derive_seed(producer.settings.seed, prompt.epoch, prompt.key, session, turn)
@@ -62,7 +67,7 @@ def loop_context(
         request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key, media=own)
         async with turns:
             with PausedClock(clock):
-                result: Generation = await gather.call(producer.engine_queue, request.key, request)
+                result: Generation = await batcher.call(producer.engine_queue, request.key, request)
         return result
 
     context = LoopContext(

@@ -20,6 +20,7 @@ import numpy as np
 from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving import frames
+from understudy.teacher.clients.discover import ExternalServer
 from understudy.teacher.clients.http import (
     NoSuchRoute,
     NotAllowed,
@@ -27,7 +28,6 @@ from understudy.teacher.clients.http import (
     RequestRefused,
     ScoringFailed,
 )
-from understudy.teacher.manifest import RequestBatching
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -68,20 +68,6 @@ class KeptRow(msgspec.Struct):
     """Why the row cannot be trained on. If set, none of its columns were written."""
 
 
-class External(msgspec.Struct, frozen=True):
-    """What a client needs to connect to a teacher server of another project."""
-
-    vocab_size: int
-    vocab_fingerprint: str
-    model: str
-    backend: str
-    k: int = 0
-    """The recipe's K, tried first when the client probes how many logprobs the server returns."""
-    batching: RequestBatching = RequestBatching.BY_ARRIVAL
-    aligned: bool = False
-    """The teacher has another tokenizer."""
-
-
 class ReplicaAddress(msgspec.Struct, frozen=True):
     """The address of one teacher replica."""
 
@@ -89,7 +75,7 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
     replica: str
     url: str
     token: str | None
-    external: External | None = None
+    external: ExternalServer | None = None
     usable: UsableIds | None = None
     """The token ids that this run may use."""
 

@@ -27,7 +27,7 @@ from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
-from understudy.trainers.produce.failures import SampleFailed, timed
+from understudy.trainers.produce.failures import SampleFailed, as_timeout
 from understudy.trainers.produce.rollouts import FailedOutput, RolledOut, Session
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.batches import address_of
@@ -85,7 +85,7 @@ class RemoteRollouts:
                     kept = wire.decode_kept(answer.body)
                     await self._adopt(kept, session)
         except Exception as error:
-            raise timed(error, clock, f"{what} timed out: {session.key}", limit) from error
+            raise as_timeout(error, clock, f"{what} timed out: {session.key}", limit) from error
         return RolledOut([self._output(row, answer.life) for row in kept])
 
     def _output(self, row: wire.KeptRow, maker: int) -> RemoteRow | FailedOutput:

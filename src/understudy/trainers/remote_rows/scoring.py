@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from understudy.errors import ClusterError
 from understudy.rollout.workers.pool import LoopWorkers, WorkersLost
 from understudy.serving.endpoint import Endpoint
+from understudy.teacher.clients.discover import ExternalServer
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.supervisor import Connect
@@ -50,7 +51,7 @@ class RemoteScoring:
         self._workers, self._rows = workers, rows
 
     def connect(
-        self, connect: Connect, external: wire.External | None = None, usable: UsableIds | None = None
+        self, connect: Connect, external: ExternalServer | None = None, usable: UsableIds | None = None
     ) -> Connect:
         """Wraps `connect`: the clients ask a replica through a worker, or directly where no worker can."""
 

@@ -38,10 +38,9 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
 from understudy.rollout.workers.messages import Setup
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.supervisor import connect_native
-from understudy.trainers.produce.failures import reason_of, timed
+from understudy.trainers.produce.failures import as_timeout, reason_of
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, rollout_columns, score_columns, storable
 from understudy.types.prompt import Prompt
@@ -122,7 +121,7 @@ class RemoteRowHandler:
                 return storable(await self._rewards.score(prompt, trajectory))
         except Exception as error:
             what = f"reward {self._rewards.names} timed out: {trajectory.key}"
-            raise timed(error, clock, what, self._deadline_seconds) from error
+            raise as_timeout(error, clock, what, self._deadline_seconds) from error
 
     async def score(self, body: bytes, segment: int | None) -> bytes:
         order = wire.decode_order(body)
@@ -202,18 +201,7 @@ def client_of(address: wire.ReplicaAddress, media: MediaStore | None = None) -> 
     endpoint = Endpoint(address.url, address.token)
     if address.external is None:
         return connect_native(address.teacher, address.replica, endpoint, address.usable, media)
-    told = address.external
-    connect = connect_external(
-        told.vocab_size,
-        told.vocab_fingerprint,
-        told.model,
-        Backend(told.backend),
-        usable=address.usable,
-        k=told.k,
-        media=media,
-        batching=told.batching,
-        aligned=told.aligned,
-    )
+    connect = address.external.connect(address.usable, media)
     return connect(address.teacher, address.replica, endpoint)
 
 

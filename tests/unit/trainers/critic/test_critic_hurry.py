@@ -59,13 +59,13 @@ def test_whoever_wants_to_be_told_of_a_stop_is_told_once_and_not_of_an_attempt_b
 
     async def body() -> None:
         with Interrupts(told.append) as stop:
-            stop.when_told(partial(told.append, "the first attempt"))
+            stop.on_stop(partial(told.append, "the first attempt"))
             stop.starting(lambda: None)
-            stop.when_told(partial(told.append, "the second attempt"))
+            stop.on_stop(partial(told.append, "the second attempt"))
             stop.training = True
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.1)
-            stop.when_told(partial(told.append, "one that comes late"))
+            stop.on_stop(partial(told.append, "one that comes late"))
 
     asyncio.run(body())
     assert [text for text in told if not text.startswith("SIGTERM: ")] == [

@@ -16,6 +16,7 @@ from understudy.dataplane.transfer_queue.segments import WrittenRow
 from understudy.errors import ClusterError, DataPlaneError, LeaseLost, TeacherError, TeacherReplyError
 from understudy.rollout.workers.pool import WorkerReply, WorkersLost
 from understudy.serving.endpoint import Endpoint
+from understudy.teacher.clients.discover import ExternalServer
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ScoringFailed
 from understudy.teacher.manifest import Limits, Manifest, RequestBatching
 from understudy.teacher.pool.integrity import Identity, check_row
@@ -153,7 +154,7 @@ def test_where_no_worker_can_the_tokens_are_read_here(why: Any, signal: Signal) 
 
 
 def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> None:
-    external = wire.External(10, "", "m", "auto")
+    external = ExternalServer(10, "", "m", "auto")
     _, direct, workers, _ = ask(STORED, url="http://localhost:8000", external=external)
     assert direct.asked and not workers.orders
     _, direct, workers, _ = ask(STORED, url="http://10.0.0.9:8000", external=external)

@@ -53,10 +53,10 @@ def test_a_crash_in_native_code_leaves_its_stack(tmp_path: Path) -> None:
         == f"rank 1 of 2 was killed by SIGSEGV (a crash in native code; the log has its stack); log: {log}"
     )
     processes = LocalProcesses(tmp_path)
-    words = processes.last_words("rank-1").splitlines()
+    words = processes.end_of_log("rank-1").splitlines()
     with log.open("a") as sink:
         sink.write("error: of its next start\n")
-    assert processes.last_words("rank-1").endswith("error: of its next start")
+    assert processes.end_of_log("rank-1").endswith("error: of its next start")
     asyncio.run(processes.close())
     assert words[0] == "Fatal Python error: Segmentation fault" and any("in body" in line for line in words)
 

@@ -181,11 +181,11 @@ def test_arrivals_hold_nobody_back() -> None:
                 await first_may_end.wait()
             return list(items)
 
-        queue, gather = CallQueue("engine", serve, 2), BatchByArrival()
+        queue, batcher = CallQueue("engine", serve, 2), BatchByArrival()
 
         async def member(number: int) -> None:
-            async with gather.member():
-                finished.append(await gather.call(queue, str(number), number))
+            async with batcher.member():
+                finished.append(await batcher.call(queue, str(number), number))
                 if len(finished) == 3:
                     first_may_end.set()
 
@@ -212,11 +212,11 @@ def served(
         return [10 * item for item in items]
 
     async def scenario() -> list[Any]:
-        queue, gather = (
+        queue, batcher = (
             CallQueue("score/t", serve, 4, BatchSplit(lambda: servers, weight, 100)),
             BatchByArrival(),
         )
-        asked = (gather.call(queue, str(number), number) for number in numbers)
+        asked = (batcher.call(queue, str(number), number) for number in numbers)
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
 
     return asyncio.run(scenario())
@@ -266,9 +266,9 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
         raise TeacherUnavailable("gone")
 
     async def scenario() -> list[Any]:
-        queue, gather = CallQueue("score/t", serve, 4, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
+        queue, batcher = CallQueue("score/t", serve, 4, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
         return await asyncio.gather(
-            *(gather.call(queue, str(n), n) for n in range(3)), return_exceptions=True
+            *(batcher.call(queue, str(n), n) for n in range(3)), return_exceptions=True
         )
 
     assert all(isinstance(one, TeacherUnavailable) for one in asyncio.run(scenario())) and asked == [3]
@@ -287,12 +287,12 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             told.append(f"{len(items)} answered")
             return list(items)
 
-        queue, gather = CallQueue("score/t", serve, 8, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
-        some = [asyncio.create_task(gather.call(queue, str(n), n)) for n in (1, 2, 3)]
+        queue, batcher = CallQueue("score/t", serve, 8, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
+        some = [asyncio.create_task(batcher.call(queue, str(n), n)) for n in (1, 2, 3)]
         await asyncio.sleep(0.01)
         some[0].cancel()
         assert await some[2] == 3
-        others = [asyncio.create_task(gather.call(queue, str(n), n)) for n in (4, 5)]
+        others = [asyncio.create_task(batcher.call(queue, str(n), n)) for n in (4, 5)]
         await asyncio.sleep(0.01)
         for task in others:
             task.cancel()
