@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe
+from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe, until_back
 from safetensors.torch import load_file
 from small_runs import start_cli, write_toml
 
@@ -58,18 +59,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, floa
     return bits(understudy.train(recipe(tmp_path_factory.mktemp("local")), progress=False).dir)
 
 
-def until_back(step: int) -> Callable[[understudy.Step], None]:
-    """Holds the run after this step until a replica that was lost is back."""
-
-    def wait(done: understudy.Step) -> None:
-        log, deadline = done.dir / "logs" / "trainer.log", time.monotonic() + 120
-        while done.step == step and "back after a restart" not in log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    return wait
-
-
 class Asked:
     """The base's replicas as they start, and a hook into the second request for rows that one of them gets."""
 
@@ -101,8 +90,18 @@ def test_it_scores_on_two_other_nodes_as_in_local_engines_and_in_the_trainer(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: Any
 ) -> None:
     inside = understudy.train(recipe(tmp_path / "inside", "trainer"), progress=False)
-    asked = Asked(monkeypatch)
-    there = understudy.train(recipe(tmp_path / "there", **on_two_nodes(cluster)), progress=False)
+    asked, statuses = Asked(monkeypatch), []
+
+    def without_a_token(step: understudy.Step) -> None:
+        for endpoint in asked.endpoints:
+            url = urlsplit(endpoint.url)
+            stranger = HTTPConnection(url.netloc)
+            stranger.request("GET", f"{url.path}/manifest")
+            statuses.append(stranger.getresponse().status)
+
+    table = recipe(tmp_path / "there", **on_two_nodes(cluster))
+    there = understudy.train(table, progress=False, on_step=without_a_token)
+    assert statuses == [401] * 6
     assert bits(there.dir) == local == bits(inside.dir)
     assert len(local[0]) == 3 and asked.requests >= 3
     for endpoint in asked.endpoints:
@@ -154,10 +153,10 @@ def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
     trainer = {"mode": "fully_async", "max_staleness": 1.0}
     table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
     run = understudy.train(table, progress=False, on_step=until_back(8))
-    log = (run.dir / "logs" / "trainer.log").read_text()
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (96, 0)
-    assert lost and len(asked.endpoints) == 3
+    assert lost and lost[0].exception() is None, "the node was removed"
+    assert len(asked.endpoints) == 3
 
 
 def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
