@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 from small_runs import ASSETS
+
+import understudy
 
 STORE = 80 * 2**20
 POOL = {"pools": {"train": {"nodes": 2, "cpus_per_node": 1}}, "roles": {"student": "train"}}
@@ -53,3 +57,15 @@ def node_of(cluster: Any, pid: int) -> Any:
     return next(
         node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in ancestors
     )
+
+
+def until_back(step: int) -> Callable[[understudy.Step], None]:
+    """`on_step`: holds the run after this step until a teacher's replica that was lost is back."""
+
+    def wait(done: understudy.Step) -> None:
+        log, deadline = done.dir / "logs" / "trainer.log", time.monotonic() + 120
+        while done.step == step and "back after a restart" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    return wait

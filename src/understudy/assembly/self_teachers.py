@@ -54,7 +54,9 @@ class FollowingReplicas:
 
     def __init__(self, teacher: str, weight_bytes: int, address: str) -> None:
         self._teacher = teacher
-        self._delivery = WeightDelivery(Snapshots(weight_bytes), address)
+        self._delivery = WeightDelivery(
+            Snapshots(weight_bytes), address, hosts=f"replicas of teacher {teacher}"
+        )
         self._channels: dict[str, HostChannel] = {}
         self._version: int | None = None
         self._sending = asyncio.Lock()

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from understudy.config import DataConfig, Recipe, TeacherConfig
-from understudy.config.models import OF_BASES
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import workers_write_rows
+from understudy.planning.seating import ROLLOUT
 from understudy.rollout.dataset import COMPLETION, Dataset, answer_text
 from understudy.rollout.teacher_prompts import TeacherPrompt
 
@@ -34,6 +34,10 @@ Measure = Callable[[Row], Measured | None]
 _CLOSED_SIGNALS = ("sampled", "topk")
 """The signals that servers other than ours can give."""
 _CONNECT_SECONDS = 3
+_NEIGHBOURS = {
+    "trainer": "the trainer's process",
+    "engine": "the engine's processes beside the trainer (give them a pool: cluster.roles.rollout)",
+}
 
 
 def silent_servers(recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -235,12 +239,15 @@ def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
 
 def bases_fit(recipe: Recipe) -> list[str]:
     """A teacher in the trainer's process answers on its loopback, which other machines do not reach; so do engine processes
-    beside the trainer."""
+    beside the trainer. Those in a pool answer at their machine's address."""
+    if not workers_write_rows(recipe):
+        return []
     return [
-        f"teachers.{name}.placement = {teacher.placement!r}: workers on other machines ask teachers themselves, and cannot reach the "
-        f"{teacher.placement}'s process; use 'standalone', or dataplane.backend = 'embedded'"
+        f"teachers.{name}.placement = {teacher.placement!r}: workers on other machines ask teachers themselves, and cannot reach "
+        f"{_NEIGHBOURS[teacher.placement]}; use 'standalone', or dataplane.backend = 'embedded'"
         for name, teacher in recipe.teachers.items()
-        if teacher.placement in OF_BASES and workers_write_rows(recipe)
+        if teacher.placement == "trainer"
+        or (teacher.placement == "engine" and ROLLOUT not in recipe.cluster.roles)
     ]
 
 

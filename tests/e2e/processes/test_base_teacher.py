@@ -292,7 +292,7 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
                 "rollout__workers": 1, "cluster__roles__workers": "p",
                 "cluster__pools__p__cpus_per_node": 1, "cluster__pools__p__nodes": 1,
             },
-            "cannot reach the engine's process",
+            "cannot reach the engine's processes beside the trainer .give them a pool: cluster.roles.rollout",
         ),
     ],
 )  # fmt: skip

@@ -73,8 +73,10 @@ class WeightDelivery:
         *,
         stall_s: float = _STALL_S,
         bucket_bytes: int = BUCKET_BYTES,
+        hosts: str = "engine processes",
     ) -> None:
-        """`address`: this machine's address as seen from remote hosts."""
+        """`address`: this machine's address as seen from remote hosts. `hosts`: what the log calls them."""
+        self._hosts = hosts
         self._snapshots, self._address = snapshots, address
         self._stall_s, self._bucket_bytes = stall_s, bucket_bytes
         self._rendezvous: Rendezvous | None = None
@@ -164,10 +166,11 @@ class WeightDelivery:
         began, backend = time.monotonic(), self._group.backend
         missed = await self._stream(version, self._group)
         logger.info(
-            "weights of version %d: %d of %d remote engine processes have them, after %.3f s (%s)",
+            "weights of version %d: %d of %d remote %s have them, after %.3f s (%s)",
             version,
             len(remote) - len(missed),
             len(remote),
+            self._hosts,
             time.monotonic() - began,
             backend.value,
         )

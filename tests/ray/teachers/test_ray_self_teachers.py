@@ -1,0 +1,137 @@
+"""Teachers that follow the student, with replicas on other nodes: bits, a replica lost during a publish, both modes, a killed trainer."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_runs import STORE, figures, lines, node_of, ranks_recipe, until_back
+from small_runs import start_cli, write_toml
+
+import understudy
+from understudy.assembly.self_teachers import FollowingReplicas
+from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.dataplane.ledger import audit
+from understudy.serving.endpoint import Endpoint
+from understudy.weights.broadcast import Rendezvous
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+HEAD = pytest.mark.parametrize("cluster", [1], indirect=True, ids=["head-has-a-cpu"])
+
+
+def recipe(folder: Path, steps: int = 4, **changes: dict[str, Any]) -> dict[str, Any]:
+    table = ranks_recipe(folder, steps)
+    own = {"model": "student", "prompt": "{{ answer }}{{ prompt }}"}
+    table["teachers"] = {
+        "add": {**own, "key": "add", "version": "live", "replicas": 2},
+        "sort": {**own, "key": "sort", "version": "ema"},
+    }
+    table["loss"]["topk"] = 40
+    table["trainer"] |= {"ranks": 1, "checkpoint_every": 1, "ema_decay": 0.5}
+    for section, entries in changes.items():
+        table[section] |= entries
+    return table
+
+
+def on_two_nodes(cluster: Any) -> dict[str, Any]:
+    """With the head's one CPU there is room for the three replicas, and no more."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    return {"cluster": {"backend": "ray", "address": cluster.address}}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return figures(understudy.train(recipe(tmp_path_factory.mktemp("local")), progress=False).dir)
+
+
+@pytest.fixture
+def hit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], list[str]]:
+    """Stops a replica on another node before the second publish, calls `then` with its pid, and notes the trainer's addresses."""
+
+    def plant(then: Callable[[int], Any]) -> list[str]:
+        addresses: list[str] = []
+        done: list[Any] = []
+        pids: dict[str, int] = {}
+        send, listen, start = FollowingReplicas.send, Rendezvous.__init__, LocalTeachers.start
+
+        async def started(launcher: LocalTeachers, replica: str) -> Endpoint:
+            endpoint = await start(launcher, replica)
+            name = f"teacher-{launcher._name}-{replica}"
+            pids[f"{launcher._name}-{replica}"] = launcher._processes.children[name].process.pid
+            addresses.append(endpoint.url)
+            return endpoint
+
+        async def sent(self: FollowingReplicas, version: int, tensors: Any, replicas: Any) -> Any:
+            remote = [name for name, one in self._channels.items() if not one.endpoint.shares_memory]
+            if version == 2 and not done and remote:
+                pid = pids[f"{self._teacher}-{remote[0]}"]
+                os.kill(pid, signal.SIGSTOP)
+                done.append(asyncio.get_running_loop().call_later(0.5, then, pid))
+            return await send(self, version, tensors, replicas)
+
+        def listening(self: Rendezvous, host: str) -> None:
+            addresses.append(host)
+            listen(self, host)
+
+        monkeypatch.setattr(LocalTeachers, "start", started)
+        monkeypatch.setattr(FollowingReplicas, "send", sent)
+        monkeypatch.setattr(Rendezvous, "__init__", listening)
+        return addresses
+
+    return plant
+
+
+@HEAD
+def test_a_replica_killed_while_it_takes_weights_costs_no_row_and_no_bit(
+    cluster: Any, tmp_path: Path, hit: Any, local: Any
+) -> None:
+    addresses = hit(lambda pid: os.kill(pid, signal.SIGKILL))
+    run = understudy.train(
+        recipe(tmp_path / "run", **on_two_nodes(cluster)), progress=False, on_step=until_back(3)
+    )
+    log = (run.dir / "logs" / "trainer.log").read_text()
+
+    assert figures(run.dir) == local
+    assert [line["rollout/teacher_version/max"] for line in lines(run.dir)] == [0, 1, 2, 3]
+    assert "ejected" in log and not any("127.0.0" in one for one in addresses)
+    assert "version 1: 1 of 1 remote replicas of teacher add have them" in log
+    report = audit(run.dir / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (32, 0)
+
+
+@HEAD
+def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
+    cluster: Any, tmp_path: Path, hit: Any
+) -> None:
+    """Its node is lost while it takes weights."""
+    placed = on_two_nodes(cluster)
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    lost: list[asyncio.Future[None]] = []
+
+    def lose(pid: int) -> None:
+        removed = asyncio.to_thread(cluster.remove_node, node_of(cluster, pid), False)
+        lost.append(asyncio.ensure_future(removed))
+
+    hit(lose)
+    trainer = {"mode": "fully_async", "max_staleness": 1.0}
+    table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
+    run = understudy.train(table, progress=False, on_step=until_back(8))
+    assert lost and lost[0].exception() is None, "the node was removed"
+    report = audit(run.dir / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (96, 0)
+
+
+@HEAD
+def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
+    path = write_toml(tmp_path / "r.toml", recipe(tmp_path / "run", **on_two_nodes(cluster)))
+    killed = start_cli("train", str(path), "--quiet", fault="sync.after_update:2")
+    output, _ = killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL, output
+    resumed = start_cli("resume", str(tmp_path / "run"), "--quiet")
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    assert figures(tmp_path / "run") == local
