@@ -71,6 +71,7 @@ def small_cases(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow  # four launches of a run, for a driver of benchmarks
 def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
