@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_a_replica_killed_while_it_takes_weights_costs_no_row_and_no_bit(
     assert figures(run.dir) == local
     assert [line["rollout/teacher_version/max"] for line in lines(run.dir)] == [0, 1, 2, 3]
     assert "ejected" in log and not any("127.0.0" in one for one in addresses)
-    assert "version 1: 1 of 1 remote replicas of teacher add have them" in log
+    # Ray chooses which of the three replicas sits beside the trainer.
+    assert re.search(r"version 1: (\d) of \1 remote replicas of teacher add have them", log)
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (32, 0)
 
