@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from small_runs import ASSETS
+from small_runs import ASSETS, start_cli, write_toml
 
 import understudy
 
@@ -69,3 +71,32 @@ def until_back(step: int) -> Callable[[understudy.Step], None]:
             time.sleep(0.1)
 
     return wait
+
+
+class LostNode:
+    """Removes the simulated node of a process while the run goes on."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._removals: list[asyncio.Future[None]] = []
+
+    def lose(self, pid: int) -> None:
+        removal = asyncio.to_thread(self._cluster.remove_node, node_of(self._cluster, pid), False)
+        self._removals.append(asyncio.ensure_future(removal))
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._removals) and self._removals[0].exception() is None
+
+
+def killed_and_resumed(table: dict[str, Any]) -> Path:
+    """The directory of a sync run whose trainer is killed in its second step, and then resumed to its end."""
+    run = Path(table["run"]["dir"])
+    path = write_toml(run.with_suffix(".toml"), table)
+    killed = start_cli("train", str(path), "--quiet", fault="sync.after_update:2")
+    output, _ = killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL, output
+    resumed = start_cli("resume", str(run), "--quiet")
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    return run

@@ -10,9 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe, until_back
+from ray_runs import QUEUE, STORE, LostNode, figures, killed_and_resumed, lines, ranks_recipe, until_back
 from safetensors.torch import load_file
-from small_runs import start_cli, write_toml
 
 import understudy
 from understudy.assembly.teacher_processes import EngineTeachers
@@ -143,28 +142,17 @@ def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
     """Its engine's node is lost while it scores."""
     placed = on_two_nodes(cluster)
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    lost: list[asyncio.Future[None]] = []
-
-    def lose(pid: int) -> None:
-        removed = asyncio.to_thread(cluster.remove_node, node_of(cluster, pid), False)
-        lost.append(asyncio.ensure_future(removed))
-
-    asked = Asked(monkeypatch, lose)
+    node = LostNode(cluster)
+    asked = Asked(monkeypatch, node.lose)
     trainer = {"mode": "fully_async", "max_staleness": 1.0}
     table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
     run = understudy.train(table, progress=False, on_step=until_back(8))
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (96, 0)
-    assert lost and lost[0].exception() is None, "the node was removed"
+    assert node.is_lost
     assert len(asked.endpoints) == 3
 
 
 def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
-    path = write_toml(tmp_path / "r.toml", recipe(tmp_path / "run", **on_two_nodes(cluster)))
-    killed = start_cli("train", str(path), "--quiet", fault="sync.after_update:2")
-    output, _ = killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL, output
-    resumed = start_cli("resume", str(tmp_path / "run"), "--quiet")
-    output, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, output
-    assert bits(tmp_path / "run") == local
+    run = killed_and_resumed(recipe(tmp_path / "run", **on_two_nodes(cluster)))
+    assert bits(run) == local

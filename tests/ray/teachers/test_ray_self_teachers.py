@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_runs import STORE, figures, lines, node_of, ranks_recipe, until_back
-from small_runs import start_cli, write_toml
+from ray_runs import STORE, LostNode, figures, killed_and_resumed, lines, ranks_recipe, until_back
 
 import understudy
 from understudy.assembly.self_teachers import FollowingReplicas
@@ -112,28 +111,17 @@ def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
     """Its node is lost while it takes weights."""
     placed = on_two_nodes(cluster)
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    lost: list[asyncio.Future[None]] = []
-
-    def lose(pid: int) -> None:
-        removed = asyncio.to_thread(cluster.remove_node, node_of(cluster, pid), False)
-        lost.append(asyncio.ensure_future(removed))
-
-    hit(lose)
+    node = LostNode(cluster)
+    hit(node.lose)
     trainer = {"mode": "fully_async", "max_staleness": 1.0}
     table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
     run = understudy.train(table, progress=False, on_step=until_back(8))
-    assert lost and lost[0].exception() is None, "the node was removed"
+    assert node.is_lost
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (96, 0)
 
 
 @HEAD
 def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
-    path = write_toml(tmp_path / "r.toml", recipe(tmp_path / "run", **on_two_nodes(cluster)))
-    killed = start_cli("train", str(path), "--quiet", fault="sync.after_update:2")
-    output, _ = killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL, output
-    resumed = start_cli("resume", str(tmp_path / "run"), "--quiet")
-    output, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, output
-    assert figures(tmp_path / "run") == local
+    run = killed_and_resumed(recipe(tmp_path / "run", **on_two_nodes(cluster)))
+    assert figures(run) == local
