@@ -251,7 +251,9 @@ def gone_at_the_end(ranks: Any, folder: str) -> Any:
     """How long the leader takes to dismiss a rank that is gone already."""
     note, policy = Path(folder) / "pid", Policy(qwen3(), settings(), ranks=ranks)
     if ranks.rank != 0:
-        note.write_text(str(os.getpid()))
+        part = note.with_suffix(".part")
+        part.write_text(str(os.getpid()))
+        part.rename(note)  # whole as soon as it is there: the leader reads it at once
         return None
     while not note.exists():
         time.sleep(0.05)
