@@ -246,6 +246,15 @@ def file_of(name: str) -> Path | None:
     )
 
 
+@cache
+def is_of_a_run(name: str) -> bool:
+    """Whether the code names such a file: runs write it."""
+    last = name.strip("/").rpartition("/")[2]
+    if name.endswith((".py", ".toml", ".md")) or last not in source():
+        return False
+    return re.search(rf"(?<![\w-]){re.escape(last)}(?![\w-])", source()) is not None
+
+
 def files(text: str) -> list[str]:
     problems = []
     for span in spans(text):
@@ -253,10 +262,7 @@ def files(text: str) -> list[str]:
         if not re.fullmatch(r"(?!/|.*NNNN)[\w./-]+(?:\.(py|toml|md|jsonl|json|png|html)|(?<=\w)/)", word):
             continue
         found = file_of(word)
-        of_a_run = not word.endswith((".py", ".toml", ".md")) and re.search(
-            rf"(?<![\w-]){re.escape(word.strip('/').rpartition('/')[2])}(?![\w-])", source()
-        )
-        if found is None and not of_a_run:
+        if found is None and not is_of_a_run(word):
             problems.append(f"no file {word}")
         elif found is not None and (inside := re.fullmatch(r"\S+\.py: (\w+)", span)):
             own = re.findall(r"^\s*(?:async )?(?:def|class) (\w+)", found.read_text(), re.MULTILINE)

@@ -292,3 +292,16 @@ def test_a_machine_whose_gpus_are_hidden_may_fork(tmp_path: Path, monkeypatch: p
     assert not fork_server.can_fork()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert fork_server.can_fork()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="a file that is run alone has none")
+def test_the_suite_has_a_fork_server() -> None:
+    """Without it the suite passes too, with every command importing torch anew: a library that starts a thread when it is imported is enough for that."""
+    server = fork_server.current()
+    deadline = time.monotonic() + 120
+    while server is not None and not server.ready() and not server.over:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server is not None and server.ready(), (
+        "it refuses to fork, because a module it imports starts a thread"
+    )
