@@ -96,3 +96,23 @@ def test_a_student_learns_from_teachers_in_eight_bits(tmp_path: Path) -> None:
     assert run.last["val/accuracy"] > 0.85
     log = (run.dir / "logs" / "trainer.log").read_text()
     assert "teacher add has weights in float32+int8: KL " in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_student_of_two_fine_tuned_teachers_learns_both_domains(tmp_path: Path) -> None:
+    folder, data = RECIPES / "two-domains", tmp_path / "data"
+    config = load_recipe(folder / "recipe.toml")
+    models = [folder / one for one in (config.student.model, *(t.model for t in config.teachers.values()))]
+    if missing := [str(one) for one in models if not one.exists()]:
+        pytest.skip(f"{folder / 'README.md'} says how to make {', '.join(missing)}")
+    made = [sys.executable, str(folder / "make_data.py"), "--out", str(data)]
+    subprocess.run(made, check=True, timeout=60)
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        f"data.train={data}/train.jsonl",
+        f"data.eval={data}/valid.jsonl",
+    ]
+    run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.05
+    assert run.last["val/accuracy/past"] > 0.9 and run.last["val/accuracy/order"] > 0.3
