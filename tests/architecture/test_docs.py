@@ -392,7 +392,7 @@ def test_the_page_begins_with_a_sentence(page: Path) -> None:
         (names, "`TeacherPool.scores_all`"),
         (names, "`TeacherPoool`"),
         (names, "`hedge_after_secs`"),
-        (names, "`understudy.assembly.teacher_admin.ask_runs(path)`"),
+        (names, "`understudy.assembly.teachers.admin.ask_runs(path)`"),
         (snippets, "```python\nfrom understudy.losses.objective import Objectiv\n```\n"),
         (metrics, "`perf/model_tflop`"),
         (metrics, "`rollout_corr/ratio_mid`"),

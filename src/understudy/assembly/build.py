@@ -27,7 +27,18 @@ from understudy.assembly.cpu_threads import onednn_as_resolved, raised_gc_thresh
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
-from understudy.assembly.prompt_facts import (
+from understudy.assembly.ranks import start_ranks
+from understudy.assembly.teachers.admin import open_for_requests
+from understudy.assembly.teachers.following import SelfTeachers, self_teachers_of
+from understudy.assembly.teachers.start import (
+    Teachers,
+    manifests_of,
+    router_of,
+    start_teachers,
+    teacher_queues,
+    teacher_tokens,
+)
+from understudy.assembly.teachers.student_facts import (
     aligners_of,
     longest_request,
     other_tokenizers,
@@ -35,17 +46,6 @@ from understudy.assembly.prompt_facts import (
     student_facts,
     teacher_prompts_of,
     writable_ids,
-)
-from understudy.assembly.ranks import start_ranks
-from understudy.assembly.self_teachers import SelfTeachers, self_teachers_of
-from understudy.assembly.teacher_admin import open_for_requests
-from understudy.assembly.teachers import (
-    Teachers,
-    manifests_of,
-    router_of,
-    start_teachers,
-    teacher_queues,
-    teacher_tokens,
 )
 from understudy.assembly.this_machine import gpu_names
 from understudy.assembly.usable_ids import Vocabularies, find_usable_ids, keep_usable_ids

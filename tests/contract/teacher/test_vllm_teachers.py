@@ -19,7 +19,7 @@ import pytest
 from bigram_server import LAST_WORDS, lives, logprobs, stand_in
 from teacher_rig import VOCAB, random_items, write_model
 
-from understudy.assembly.teacher_processes import VLLMTeachers
+from understudy.assembly.teachers.launchers import VLLMTeachers
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import parse_recipe
 from understudy.errors import ClusterError, TeacherError, UnderstudyError

@@ -17,7 +17,7 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.teacher_processes import EngineTeachers
+from understudy.assembly.teachers.launchers import EngineTeachers
 from understudy.config import parse_recipe
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError

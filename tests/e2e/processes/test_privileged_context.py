@@ -170,7 +170,7 @@ def test_a_row_that_does_not_fit_its_teacher(recipe: Make, monkeypatch: pytest.M
     teacher = rows[3]["data_source"]
     with pytest.raises(UnderstudyError, match=rf"teacher {teacher}: .*holds 128 tokens"):
         understudy.train(told(recipe, "refused", **more), progress=False)
-    monkeypatch.setattr("understudy.assembly.prompt_facts.longest_own_prompt", lambda *_: 1)
+    monkeypatch.setattr("understudy.assembly.teachers.student_facts.longest_own_prompt", lambda *_: 1)
     run = understudy.train(told(recipe, "run", **more), progress=False)
     (letter,) = map(json.loads, (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines())
     assert letter["key"] == "00000-0000003_0_0" and "a sequence may have 128" in letter["reason"]

@@ -16,8 +16,8 @@ from small_runs import ASSETS, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teachers.following import FollowingReplicas
+from understudy.assembly.teachers.launchers import LocalTeachers
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.metrics import without_clock

@@ -17,7 +17,7 @@ from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.teacher_admin import ask_run
+from understudy.assembly.teachers.admin import ask_run
 from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import without_clock

@@ -12,7 +12,7 @@ from completion_servers import FakeCompletions, running
 from small_runs import ASSETS, TOKEN_VARIABLE, start_cli, write_toml
 
 import understudy
-from understudy.assembly.teacher_admin import ask_run
+from understudy.assembly.teachers.admin import ask_run
 from understudy.cli.main import main
 from understudy.errors import CheckpointError, TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir

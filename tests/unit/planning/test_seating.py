@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teachers.launchers import LocalTeachers
 from understudy.cli.main import main
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe, load_recipe, parse_recipe

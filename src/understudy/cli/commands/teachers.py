@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from understudy.assembly.teacher_admin import ask_run
+    from understudy.assembly.teachers.admin import ask_run
 
     request: dict[str, Any] = {"do": options.do or "list"}
     request |= {

@@ -1,6 +1,6 @@
 """Processes of vLLM servers: how each is started, where it answers, and what it needs on a CPU.
 
-The servers of the student (`vllm.py`) and of teachers (`assembly/teacher_processes.py`) are started here.
+The servers of the student (`vllm.py`) and of teachers (`assembly/teachers/launchers.py`) are started here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ of any replica, on a thread of its own, and asked by HTTP. So the pool, its chec
 | `placement` | serves | its launcher |
 |---|---|---|
 | `trainer` | on a loopback socket of its own | `LoraBaseTeacher` |
-| `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teacher_processes.py`) |
+| `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teachers/launchers.py`) |
 """
 
 from __future__ import annotations

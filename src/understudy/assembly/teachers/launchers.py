@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from understudy.assembly.processes.scoring_engine import path_of
-from understudy.assembly.self_teachers import FollowingReplicas
+from understudy.assembly.teachers.following import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.engines.hosted.engine import HostedEngine

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import torch
 
-from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import EngineTeachers, LocalTeachers, VLLMTeachers
+from understudy.assembly.teachers.following import FollowingReplicas
+from understudy.assembly.teachers.launchers import EngineTeachers, LocalTeachers, VLLMTeachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig

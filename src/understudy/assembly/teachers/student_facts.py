@@ -11,7 +11,7 @@ from functools import cache, partial
 from transformers import PreTrainedTokenizerBase
 
 from understudy.assembly.engines import context_of
-from understudy.assembly.teachers import StudentFacts
+from understudy.assembly.teachers.start import StudentFacts
 from understudy.assembly.usable_ids import Vocabularies
 from understudy.config import DataConfig, RolloutConfig, TeacherConfig
 from understudy.errors import ConfigError, DataError

@@ -25,7 +25,9 @@ from understudy.errors import TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 
 if TYPE_CHECKING:
-    from understudy.assembly.teachers import Teachers  # imports torch, which the asking process does not need
+    from understudy.assembly.teachers.start import (
+        Teachers,  # imports torch, which the asking process does not need
+    )
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
