@@ -25,28 +25,22 @@ from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollo
 from understudy.assembly.backends import open_plane
 from understudy.assembly.cpu_threads import onednn_as_resolved, raised_gc_threshold, set_up_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
-from understudy.assembly.engines import open_engine, publisher_of, sampling_of
+from understudy.assembly.engines import longest_request, open_engine, publisher_of, renderer_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
 from understudy.assembly.ranks import start_ranks
 from understudy.assembly.teachers.admin import open_for_requests
+from understudy.assembly.teachers.clients import teacher_tokens
 from understudy.assembly.teachers.following import SelfTeachers, self_teachers_of
-from understudy.assembly.teachers.start import (
-    Teachers,
-    manifests_of,
-    router_of,
-    start_teachers,
-    teacher_queues,
-    teacher_tokens,
-)
-from understudy.assembly.teachers.student_facts import (
+from understudy.assembly.teachers.prompts import (
     aligners_of,
-    longest_request,
     other_tokenizers,
-    renderer_of,
-    student_facts,
     teacher_prompts_of,
     writable_ids,
 )
+from understudy.assembly.teachers.queues import router_of, teacher_queues
+from understudy.assembly.teachers.running import Teachers
+from understudy.assembly.teachers.start import start_teachers
+from understudy.assembly.teachers.student_facts import student_facts
 from understudy.assembly.this_machine import gpu_names
 from understudy.assembly.usable_ids import Vocabularies, find_usable_ids, keep_usable_ids
 from understudy.cluster.local import LocalProcesses
@@ -481,7 +475,7 @@ def _teacher_parts(launch: _Launch, inputs: _Inputs, models: _Models) -> Teacher
         teacher_queues(pools, settings.compute.deterministic),
         inputs.teacher_prompts,
         aligners_of(launch.recipe.rollout, inputs.student, inputs.others, inputs.vocabularies.usable),
-        partial(manifests_of, pools),
+        models.teachers.manifests,
         None if models.self_teachers is None else models.self_teachers.gate,
     )
 

@@ -13,7 +13,7 @@ import torch
 
 from understudy.assembly.teachers.following import EarlierWeights, SelfTeachers
 from understudy.assembly.teachers.launchers import EngineTeachers
-from understudy.assembly.teachers.start import Teachers
+from understudy.assembly.teachers.running import Teachers
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.manifest import Limits, Manifest

@@ -22,7 +22,7 @@ from test_policy_pictures import PICTURES, ROWS, batch_with_pictures
 from transformers import AutoModelForImageTextToText
 from vision_models import CONTEXT, FAMILIES, folder_of, make_model, picture, plain_inputs, reader_of
 
-from understudy.assembly.teachers.start import check_patching
+from understudy.assembly.teachers.fit import check_patching
 from understudy.errors import TeacherError
 from understudy.media.pictures import PictureLimits
 from understudy.media.store import MediaStore

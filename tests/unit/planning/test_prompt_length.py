@@ -12,7 +12,7 @@ from chat_tokenizers import chat_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3Config
 
-from understudy.assembly.teachers.student_facts import teacher_prompts_of
+from understudy.assembly.teachers.prompts import teacher_prompts_of
 from understudy.config import parse_recipe
 from understudy.errors import DataError
 from understudy.planning.data_checks import prompt_length

@@ -1,38 +1,76 @@
-"""What the student and a run's rows ask of its teachers: the longest prompt, mixtures, prompts that teachers read
-themselves, tokens of another tokenizer."""
+"""What a run's teachers must fit: the student's vocabulary and size, the longest prompts, the mixtures of its rows."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from understudy.assembly.engines import context_of
-from understudy.assembly.teachers.start import StudentFacts
+from understudy.assembly.engines import context_of, renderer_of
 from understudy.assembly.usable_ids import Vocabularies
-from understudy.config import DataConfig, RolloutConfig, TeacherConfig
-from understudy.errors import ConfigError, DataError
+from understudy.config import DataConfig, TeacherConfig
+from understudy.errors import DataError
+from understudy.media.processor import PictureReader
+from understudy.media.store import MediaStore
+from understudy.planning.models.pairs import Side
 from understudy.planning.resolved import EngineSettings, ModelSource
-from understudy.planning.teacher_checks import own_prompts, scores_row
-from understudy.policy.load import load_tokenizer
-from understudy.rollout.agents.registry import LoopChoice
+from understudy.planning.teacher_checks import scores_row
 from understudy.rollout.dataset import Dataset, Row
-from understudy.rollout.render import Renderer, turn_end
-from understudy.rollout.row_length import longest_row, prompts_of
+from understudy.rollout.render import Renderer
 from understudy.rollout.teacher_prompts import TeacherPrompts
-from understudy.teacher.alignment import TokenAligner, TurnEnds
 from understudy.teacher.scoring.model import FrozenModel, vocabulary_of
-from understudy.teacher.token_bytes import TokenBytes
+from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.models import LoadedModel
-from understudy.trainers.prompt_data import PromptData
 from understudy.types.usable_ids import UsableIds
 
 _AT_A_TIME = 256
 """Prompts rendered in one batch, which halves the work."""
-_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StudentFacts:
+    """Facts about the student and its data that a teacher must fit."""
+
+    vocabulary: Vocabulary
+    head_rows: int
+    """The rows of the student's output head; some may belong to no token."""
+    usable: UsableIds | None
+    """The token ids of this run: those that the student and all other models have a token for."""
+    device: torch.device
+    context: int
+    """The maximum length of a rollout."""
+    weight_bytes: int
+    """The size of its weights, for teachers that take the student's weights after each publish."""
+    longest_prompt: Callable[[str], Awaitable[int]]
+    """Teacher → the tokens of the longest prompt that it scores. Called only if the teacher may not hold the
+    longest rollout."""
+    mixed: Mapping[str, int] = field(default_factory=dict)
+    """Teachers that rows name in a mixture → the most teachers of one of its mixtures."""
+    longest_own_prompt: Mapping[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
+    """The same as `longest_prompt` for external teachers that read prompts of their own. Those of replicas
+    that this run starts were measured by `check`, which knows their context."""
+    pictures: PictureReader | None = None
+    """For a student that reads pictures."""
+    base: FrozenModel | None = None
+    """The student's model before adapters, for teachers with `placement = "trainer"`."""
+    aligned: Mapping[str, Side] = field(default_factory=dict)
+    """By name: the vocabulary of teachers with another tokenizer."""
+
+    def vocabulary_of(self, teacher: str) -> Vocabulary:
+        """The vocabulary that a teacher must have."""
+        return self.aligned[teacher].vocabulary if teacher in self.aligned else self.vocabulary
+
+    @property
+    def family(self) -> str | None:
+        return None if self.pictures is None else self.pictures.processor.family
+
+    @property
+    def media(self) -> MediaStore | None:
+        return None if self.pictures is None else self.pictures.store
 
 
 def student_facts(
@@ -83,31 +121,6 @@ def _base(source: ModelSource, student: LoadedModel) -> FrozenModel:
     return FrozenModel(twin, source.model, source.dtype, student.device, student.context)
 
 
-def renderer_of(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
-    """Writes prompts for the student."""
-    return Renderer(
-        student.tokenizer,
-        context=context_of(settings, student),
-        reserve=settings.rollout.max_new_tokens,
-        template_options=settings.rollout.for_templates,
-        max_prompt=data.max_prompt_tokens,
-        truncate=data.overlong == "truncate_left",
-        pictures=student.pictures,
-    )
-
-
-def longest_request(
-    settings: EngineSettings, data: DataConfig, student: LoadedModel, rows: PromptData
-) -> int | None:
-    """Tokens of the longest row that the engine writes. Only for a student on a GPU, where an engine reserves keys and values
-    for `rollout.max_batch` rows: of 32,768 tokens each they need more than a GPU has. None: not known, or not needed."""
-    rollout = settings.rollout
-    if rollout.context_length is not None or student.device.type == "cpu" or student.pictures is not None:
-        return None
-    renderer = renderer_of(settings, data, student)
-    return longest_row(renderer, prompts_of(rows.train, rows.eval), rollout.agent, rollout.max_new_tokens)
-
-
 def once_longest_prompt(
     renderer: Renderer, dataset: Dataset, scores: Callable[[str, Row], bool]
 ) -> Callable[[str], Awaitable[int]]:
@@ -151,91 +164,6 @@ def mixed_teachers(dataset: Dataset, column: str) -> dict[str, int]:
             named = [str(name) for name, weight in weights.items() if weight]
             most |= {name: max(most.get(name, 0), len(named)) for name in named}
     return most
-
-
-def teacher_prompts_of(
-    teachers: Mapping[str, TeacherConfig],
-    rollout: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    others: Mapping[str, PreTrainedTokenizerBase],
-    usable: UsableIds | None,
-    stack: AsyncExitStack,
-) -> TeacherPrompts:
-    """The prompts that teachers read instead of the student's. `others`: tokenizers of teachers that have another.
-    `stack` closes what their tools opened."""
-    own = own_prompts(teachers)
-    unlimited = partial(Renderer, context=_NO_LIMIT, reserve=0)
-    renderer = unlimited(tokenizer, template_options=rollout.for_templates)
-    theirs = {
-        name: unlimited(one, template_options=rollout.for_other_tokenizers) for name, one in others.items()
-    }
-    if not own and not theirs:
-        return TeacherPrompts(own, renderer, lambda prompt: None, usable)
-    loops = LoopChoice(rollout.agent, rollout.agent_options)
-    stack.push_async_callback(loops.close)
-    return TeacherPrompts(own, renderer, loops.schemas, usable, theirs)
-
-
-def other_tokenizers(
-    teachers: Mapping[str, TeacherConfig], aligned: Collection[str]
-) -> dict[str, PreTrainedTokenizerBase]:
-    """The tokenizers of teachers whose tokens are aligned with the student's."""
-    return {name: load_tokenizer(teachers[name].model, revision=teachers[name].revision) for name in aligned}
-
-
-def writable_ids(
-    student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
-) -> UsableIds | None:
-    """The ids less the student's special tokens that a teacher with another tokenizer lacks, by name. Prompts may
-    hold them; none is ever drawn, because no teacher could say that it was wrong."""
-    ends = set(student.stop_ids)
-    ours = {number: name for number, name in _special(student.tokenizer).items() if number not in ends}
-    lacked = [
-        number
-        for number, name in ours.items()
-        if any(name not in _special(other).values() for other in others.values())
-    ]
-    if not lacked:
-        return usable
-    known = usable or UsableIds(int(student.model.get_output_embeddings().weight.shape[0]))
-    return known.without(tuple(number for number in lacked if number < known.limit))
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def aligners_of(
-    rollout: RolloutConfig,
-    student: LoadedModel,
-    others: Mapping[str, PreTrainedTokenizerBase],
-    usable: UsableIds | None,
-) -> dict[str, TokenAligner]:
-    """By name: what translates between the student's tokens and those of a teacher with another tokenizer."""
-    if not others:
-        return {}
-    ours = _bytes_of(student.tokenizer, "student")
-    own_end = turn_end(student.tokenizer, rollout.for_templates)
-    own = own_end if own_end in student.stop_ids else student.stop_ids[0]
-    found = {}
-    for name, tokenizer in others.items():
-        end = turn_end(tokenizer, rollout.for_other_tokenizers)
-        if end is None:
-            raise ConfigError(
-                f"teachers.{name}: its tokenizer names no token that ends a turn; set eos_token in its tokenizer_config.json"
-            )
-        theirs = _bytes_of(tokenizer, f"teachers.{name}")
-        found[name] = TokenAligner(ours, theirs, TurnEnds(student.stop_ids, own, end), usable)
-    return found
-
-
-def _bytes_of(tokenizer: PreTrainedTokenizerBase, place: str) -> TokenBytes:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ConfigError(
-            f"{place}: vocabulary = 'align' needs tokenizer.json, and this tokenizer has none; save it with a fast tokenizer"
-        )
-    return TokenBytes(backend.to_str(), place)
 
 
 def longest_own_prompt(
