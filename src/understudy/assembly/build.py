@@ -21,13 +21,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from understudy.assembly.agent_loops import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.backends import open_plane
 from understudy.assembly.cpu_threads import onednn_as_resolved, raised_gc_threshold, set_up_torch
 from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import longest_request, open_engine, publisher_of, renderer_of, sampling_of
 from understudy.assembly.learner import batches_of, load_source, objective_of, policy_settings
 from understudy.assembly.ranks import start_ranks
+from understudy.assembly.sessions import RowWorkerSettings, open_loops, rollouts_of
 from understudy.assembly.teachers.admin import open_for_requests
 from understudy.assembly.teachers.clients import teacher_tokens
 from understudy.assembly.teachers.following import SelfTeachers, self_teachers_of

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from chat_tokenizers import chat_tokenizer
 
-from understudy.assembly import agent_loops as loops
+from understudy.assembly import sessions as loops
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import ClusterError
