@@ -1,15 +1,21 @@
-"""The router and the call queues of a run's teachers."""
+"""The teachers as the producer uses them (`TeacherParts`): router, call queues, prompts, aligners."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
 
+from understudy.assembly.inputs import Inputs
+from understudy.assembly.teachers.prompts import aligners_of
+from understudy.assembly.teachers.running import Teachers
+from understudy.config import RolloutConfig
 from understudy.planning.resolved import TeacherSettings
 from understudy.teacher.pool.integrity import check_row
 from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.route import TeacherRouter
 from understudy.trainers.call_batching import BatchSplit, CallQueue
+from understudy.trainers.pacing.publish_gate import PublishGate
+from understudy.trainers.system import TeacherParts
 from understudy.types.references import ScoreRef
 
 _SEQUENCES_BY_ARRIVAL = 16
@@ -20,6 +26,25 @@ _TOKENS_BY_ARRIVAL = 16_384
 _SEQUENCES_BY_KEY = 64
 """The sequences in one scoring request under full determinism. A constant, so that scores do not depend on
 replica counts."""
+
+
+def teacher_parts(
+    teachers: Teachers,
+    inputs: Inputs,
+    settings: TeacherSettings,
+    rollout: RolloutConfig,
+    gate: PublishGate | None,
+) -> TeacherParts:
+    """`gate`: of teachers that follow the student."""
+    return TeacherParts(
+        teachers.pools,
+        router_of(settings, teachers.pools),
+        teacher_queues(teachers.pools, settings.deterministic),
+        inputs.teacher_prompts,
+        aligners_of(rollout, inputs.student, inputs.others, inputs.usable),
+        teachers.manifests,
+        gate,
+    )
 
 
 def router_of(settings: TeacherSettings, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
