@@ -40,6 +40,7 @@ from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.probe import PROBE_PICTURE, ProbePicture, probe_items
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -97,7 +98,7 @@ def test_scores_equal_plain_transformers(family: str, tmp_path: Path) -> None:
     folder, store = folder_of(family, seed=3), MediaStore(tmp_path)
     frozen = replace(load_frozen(str(folder)), pictures=reader_of(folder, store))
     scorer = Scorer("t", frozen)
-    scorer.warm_up()
+    warm_up(scorer)
     items = items_of(folder, store)
     found = scorer.score(request_of(items)).split()
     for item, own, shown in zip(items, found, ROWS, strict=True):

@@ -27,6 +27,7 @@ from understudy.policy.microbatch import Layout
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel, load_frozen
 from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.warm_up import warm_up
 
 ASSETS = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quickstart"
 STUDENT = ASSETS / "models" / "student"
@@ -117,7 +118,7 @@ def test_a_named_attention_is_the_one_that_runs() -> None:
     generated(model, rows[:1], 3, 64)
     frozen = FrozenModel(copy.deepcopy(model), "here", "float32", torch.device("cpu"), 128)
     scorer = Scorer("t", frozen)
-    scorer.warm_up()
+    warm_up(scorer)
     assert frozen.model.config._attn_implementation == "eager"
     assert set(calls) == {"eager"} and len(calls) > 20
 

@@ -20,9 +20,10 @@ from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.teacher.replica.assemble import build_worker
 from understudy.teacher.replica.server import check_place, parse_args
 from understudy.teacher.scoring.body import ScoringLayout
-from understudy.teacher.scoring.model import FrozenModel, load_frozen, weights_sha256
+from understudy.teacher.scoring.model import FrozenModel, load_frozen, plain_logprobs, weights_sha256
 from understudy.teacher.scoring.offload import Offload, offloaded
-from understudy.teacher.scoring.scorer import Scorer, ScorerOptions, plain_logprobs
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import Signal
 
 LAYERS = 5
@@ -37,7 +38,7 @@ def scores(frozen: FrozenModel, layout: ScoringLayout = ScoringLayout.PADDED) ->
     """By transformers' own forward: the lean one for CPUs computes in another order, and no model with hooks takes it."""
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout, max_batch_tokens=64))
     scorer.body.lean_forward = lambda longest: None  # type: ignore[method-assign]
-    scorer.warm_up()
+    warm_up(scorer)
     items = [*random_items(6, 1, Signal.TOPK, 4), *random_items(3, 2, Signal.SAMPLED)]
     return scorer.score(request_of(items))
 
