@@ -30,7 +30,7 @@ BUGS = {
         'system.producer.cursor.restore(checkpoint.extra["cursor"])', "pass",
     ),
     "a resume begins with an empty optimizer": one(
-        "sync full", "policy/policy.py", "self.optimizer.load_state(optimizer)", "pass",
+        "sync full", "policy/student_weights.py", "self._optimizer.load_state(own)", "pass",
     ),
     "seeds of samples depend on the process": one(
         "sync full", "trainers/produce/session.py", "derive_seed(producer.settings.seed,",
