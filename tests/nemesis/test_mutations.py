@@ -55,7 +55,7 @@ LATE = (
 NEEDING = {
     "a damaged body is taken": one(
         "proxy between processes", "serving/checksum.py",
-        "return told is not None and told != checksum(body)", "return False", "damage",
+        "return expected is not None and expected != checksum(body)", "return False", "damage",
     ),
     "a broken connection fails its request": one(
         EXTERNAL, POOL, "if final and attempts.bad >= self.options.max_bad_attempts:",

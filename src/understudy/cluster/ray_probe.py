@@ -93,14 +93,14 @@ def _speaks_grpc(line: socket.socket, deadline: float) -> bool:
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     line.sendall(_PREFACE)
-    heard = b""
-    while len(heard) < _FRAME_HEADER:
+    received = b""
+    while len(received) < _FRAME_HEADER:
         line.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
-            said = line.recv(_FRAME_HEADER - len(heard))
+            chunk = line.recv(_FRAME_HEADER - len(received))
         except (TimeoutError, ConnectionError):
             return False
-        if not said:
+        if not chunk:
             return False
-        heard += said
-    return heard[3] == _SETTINGS
+        received += chunk
+    return received[3] == _SETTINGS

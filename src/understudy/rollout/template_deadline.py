@@ -110,8 +110,8 @@ def _clock_of(thread: int) -> int:
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    told = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
+    exception = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
 
 _watch = _Watch()

@@ -102,10 +102,10 @@ class Reply:
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """The seconds of a `Retry-After` header: a number, or a date, which is compared with the server's own clock (`Date`)."""
-    told = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", told):
-        return float(told)
-    until = _seconds_of(told)
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+        return float(value)
+    until = _seconds_of(value)
     if until is None:
         return None
     now = _seconds_of(headers.get("Date", ""))

@@ -213,14 +213,14 @@ class Monitor:
         for one in self._watched.values():
             one.look(self.beat_s)
             if one.silent_s > self._silence_s:
-                told = (
+                message = (
                     f"{one.who} lives and has done nothing for {self._silence_s:.0f} s (it was stopped by a signal, or "
                     f"its machine stands still); log: {one.process.log}"
                 )
                 if self._on_giving_up is None:
-                    return self._kind(told)
+                    return self._kind(message)
                 self._on_giving_up()
-                return GivenUp(told)
+                return GivenUp(message)
         return None
 
     async def watch(self) -> None:

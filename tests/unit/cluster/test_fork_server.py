@@ -177,7 +177,7 @@ def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
 ) -> None:
     """After three seconds without time on a busy machine, an exit code of 2 was told as a SIGKILL."""
     monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.0)
-    monkeypatch.setattr(own, "_hear", lambda: None)  # it has said nothing yet
+    monkeypatch.setattr(own, "_receive", lambda: None)  # it has said nothing yet
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     child = fork_server._Forked(gone.pid, own)
@@ -191,7 +191,7 @@ def test_a_child_with_the_number_of_an_earlier_one_is_given_its_own_time(
 ) -> None:
     """A trainer that had ended with 0 was told as killed: a child an hour before it had the same pid."""
     monkeypatch.setattr(fork_server, "_BUSY_SECONDS", 0.3)
-    monkeypatch.setattr(own, "_hear", lambda: None)
+    monkeypatch.setattr(own, "_receive", lambda: None)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     earlier, later = (fork_server._Forked(gone.pid, own) for _ in range(2))

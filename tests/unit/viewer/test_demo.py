@@ -29,7 +29,7 @@ def test_it_has_everything_the_page_shows(view: RunView) -> None:
     assert summary["status"] == "finished" and summary["steps"] == summary["of_steps"] > 50
     assert view.held_out()["table"] and view.worst(None) and view.timeline(None, None)["spans"]
     asked = {
-        "words": {"kind": "kept"},
+        "labels": {"kind": "kept"},
         "ranges": {},
         "text": "",
         "sort": "kl",

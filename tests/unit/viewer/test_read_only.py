@@ -26,7 +26,7 @@ view = RunView(RunDir.open(path))
 while view.look():
     pass
 asked = {"ranges": {}, "text": "", "sort": "kl", "descending": True, "offset": 0, "limit": 9}
-found = {kind: view.rows(words={"kind": kind}, **asked)["rows"] for kind in ("journal", "kept", "dump", "held-out")}
+found = {kind: view.rows(labels={"kind": kind}, **asked)["rows"] for kind in ("journal", "kept", "dump", "held-out")}
 tokens = len(view.row(found["journal"][0]["id"])["tokens"])
 assert main(["doctor", str(path)]) == 0
 print(json.dumps([view.status(), {kind: len(rows) for kind, rows in found.items()}, tokens]))

@@ -66,8 +66,8 @@ def _table(teachers: dict[str, Any]) -> Table:
         "restarts",
         "p95",
     ):
-        words = column in ("teacher", "replica", "state")
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+        is_text = column in ("teacher", "replica", "state")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for teacher, replicas in teachers.items():
         for one in replicas:
             table.add_row(

@@ -50,15 +50,15 @@ class LoraBaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def arguments(self, base: FrozenModel) -> list[str]:
         """Those of a replica in a process of its own (`server.py`)."""
-        words = [
+        arguments = [
             "--model", base.path, "--name", self.name, "--dtype", base.dtype, "--device", str(base.device),
             "--batching", self.batching, "--max-batch-tokens", str(self.max_batch_tokens),
         ]  # fmt: skip
         if self.context_length is not None:
-            words += ["--max-length", str(self.context_length)]
+            arguments += ["--max-length", str(self.context_length)]
         if self.revision is not None:
-            words += ["--revision", self.revision]
-        return words
+            arguments += ["--revision", self.revision]
+        return arguments
 
 
 @asynccontextmanager
