@@ -166,10 +166,10 @@ def test_the_nemesis_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     bug, out = {**BUGS, **NEEDING}[name], str(tmp_path / "out.jsonl")
     if bug.finder.startswith("ray"):
         pytest.importorskip("ray")
-    words = [
+    arguments = [
         str(CAMPAIGN), "--mode", bug.finder, "--seeds", f"0:{SEEDS}", "--only", bug.only, "--out", out, "--first", "--shrink", "0",
         "--most", "6" if not bug.only or bug.only in MANY else "2",
     ]  # fmt: skip
-    seeds = seeds_until_found(words, bug, tmp_path)
+    seeds = seeds_until_found(arguments, bug, tmp_path)
     assert 1 <= seeds <= SEEDS
     print(f"{name}: {seeds} seeds")

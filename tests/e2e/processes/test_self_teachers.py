@@ -252,7 +252,7 @@ def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"version": "live"}, "without `prompt`"),
         ({"version": "ema", "prompt": "{{ prompt }}"}, "set trainer.ema_decay"),
@@ -263,9 +263,9 @@ def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    own: Make, change: dict[str, Any], words: str
+    own: Make, change: dict[str, Any], message: str
 ) -> None:
     table = own("never", "start", "start")
     table["teachers"] = {"me": {"model": "student", **change}}
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         understudy.train(table, progress=False)

@@ -28,10 +28,10 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
     """Rendering 100,000 prompts takes half a minute, and so does the start of a teacher."""
     begun = threading.Event()
 
-    def longest_request(*words: Any) -> None:
+    def longest_request(*arguments: Any) -> None:
         begun.set()
 
-    async def start_teachers(*words: Any) -> NoReturn:
+    async def start_teachers(*arguments: Any) -> NoReturn:
         assert await asyncio.to_thread(begun.wait, 10), "prompts are measured only once teachers have started"
         raise Enough
 

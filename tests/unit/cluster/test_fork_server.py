@@ -76,9 +76,11 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize(("code", "expected", "said"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")])
+@pytest.mark.parametrize(
+    ("code", "expected", "printed"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")]
+)
 def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
-    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, said: str
+    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, printed: str
 ) -> None:
     """The last collection goes through all that was imported: 2 to 3 s with torch."""
     (tmp_path / "ends_for_test.py").write_text(ENDS.format(code=code))
@@ -87,7 +89,7 @@ def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
     with (tmp_path / "log").open("wb") as log:
         child = own.start("ends_for_test", [], {**os.environ, "OMP_NUM_THREADS": "1"}, log.fileno(), None)
     assert child.wait(20) == expected
-    assert (tmp_path / "log").read_text().split() == f"{said}thread atexit".split()
+    assert (tmp_path / "log").read_text().split() == f"{printed}thread atexit".split()
 
 
 def test_another_environment_at_load_means_a_process_of_its_own(

@@ -72,8 +72,8 @@ def expected(folder: Path, item: ScoreItem, pictures: Sequence[bytes]) -> torch.
 
 
 def check_scores(scores: TeacherScores, item: ScoreItem, theirs: torch.Tensor) -> None:
-    said = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
-    np.testing.assert_allclose(scores.sampled_logprobs, theirs.gather(1, said[:, None])[:, 0], atol=1e-5)
+    written = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
+    np.testing.assert_allclose(scores.sampled_logprobs, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
     assert scores.logprobs is not None
     np.testing.assert_allclose(scores.logprobs, theirs.topk(4).values, atol=1e-5)
 
@@ -201,8 +201,8 @@ def test_the_pool_sends_a_picture_with_its_fixed_tokens(replica: Started, tmp_pa
     hidden = reader.processor.placeholder_ids
     probe = probe_items(len(processor_vocabulary(folder)), CONTEXT, hidden, shown)[0]
     theirs = expected(folder, probe, [PROBE_PICTURE])
-    said = torch.from_numpy(probe.tokens[probe.positions].astype(np.int64))
-    np.testing.assert_allclose(fixed, theirs.gather(1, said[:, None])[:, 0], atol=1e-5)
+    written = torch.from_numpy(probe.tokens[probe.positions].astype(np.int64))
+    np.testing.assert_allclose(fixed, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
     assert np.abs(first.sampled_logprobs - second.sampled_logprobs).max() > 1e-3, (
         "the cache forgot the picture"
     )

@@ -200,7 +200,7 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
         ({"model": "student", "version": "live"}, "version = 'live' is set"),
@@ -208,9 +208,9 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
         ({"placement": "external", "urls": ["http://h:1"]}, "`quantize` belongs to processes that this run starts"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict, said: str) -> None:
+def test_where_it_cannot_be(keys: dict, message: str) -> None:
     teacher = {"model": "m", "quantize": "int8", **keys}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_recipe({"student": {"model": "s"}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}})
 
 

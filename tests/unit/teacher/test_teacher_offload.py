@@ -147,7 +147,7 @@ def recipe(model: str = "m", **teacher: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
         ({"quantize": "int8"}, "quantize = 'int8' is set"),
@@ -159,8 +159,8 @@ def recipe(model: str = "m", **teacher: Any) -> Any:
         ({"offload": "some"}, "offload"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_where_it_cannot_be(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**{"offload": "all", **keys})
 
 
@@ -188,12 +188,12 @@ def test_plan_counts_what_lies_where(deep: Path, offload: Any) -> None:
 
 
 def test_a_replica_on_a_cpu_has_its_layers_in_host_memory_as_it_is(deep: Path) -> None:
-    words = ["--model", str(deep), "--name", "t", "--device", "cpu", "--offload", "all"]
-    worker, *_ = build_worker(parse_args(words))
+    arguments = ["--model", str(deep), "--name", "t", "--device", "cpu", "--offload", "all"]
+    worker, *_ = build_worker(parse_args(arguments))
     assert not any(layer._forward_pre_hooks for layer in worker.scorer.frozen.body.layers)
-    for wrong, said in (
+    for wrong, message in (
         (["--offload", "x"], "a number of layers, or all"),
         (["--compile"], "leave one of the two"),
     ):
-        with pytest.raises(StartError, match=said):
-            check_place(parse_args([*words, *wrong]))
+        with pytest.raises(StartError, match=message):
+            check_place(parse_args([*arguments, *wrong]))

@@ -227,10 +227,10 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     assert opened(run).status() == "running"
     write_waits(run)
     assert main(["doctor", str(run.path)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     # It was 1 s when the entry was written; a slow machine may take seconds to read it.
     assert re.search(
-        rf"running as process {os.getpid()} on another-machine; last progress [1-9]\d* s ago", told
+        rf"running as process {os.getpid()} on another-machine; last progress [1-9]\d* s ago", output
     )
     write_waits(run, seconds_ago=60)
     assert main(["doctor", str(run.path)]) == 0
@@ -258,9 +258,9 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     run.waits.write_text(json.dumps(entry))
     assert opened(run).status() == "killed"
     assert main(["doctor", str(run.path)]) == 0
-    said = capsys.readouterr().out
-    assert "ended (its process is gone" in said and "running as" not in said
-    assert said.index("its last report, of ") < said.index("1 replica healthy")
+    output = capsys.readouterr().out
+    assert "ended (its process is gone" in output and "running as" not in output
+    assert output.index("its last report, of ") < output.index("1 replica healthy")
 
 
 def test_one_look_can_read_everything(tmp_path: Path) -> None:

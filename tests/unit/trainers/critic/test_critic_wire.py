@@ -43,16 +43,16 @@ def weights_of(batch: Batch) -> Jagged:
 
 
 def update(batch: Batch) -> bytes:
-    told, columns = batch_columns(for_critic(batch))
+    facts, columns = batch_columns(for_critic(batch))
     columns |= jagged_columns("weights", weights_of(batch))
-    return pack({"do": "update", "batch": told, "max_tokens": 64, "ends_step": True}, columns)
+    return pack({"do": "update", "batch": facts, "max_tokens": 64, "ends_step": True}, columns)
 
 
 def test_updates_and_values_by_command_are_those_by_call() -> None:
     (near, batch), (far, _) = critic_and_batch(), critic_and_batch()
     commands = CriticCommands(far)
-    told, columns = batch_columns(for_critic(batch))
-    _, found = unpack(commands.carry_out(pack({"do": "values", "batch": told, "max_tokens": 64}, columns)))
+    facts, columns = batch_columns(for_critic(batch))
+    _, found = unpack(commands.carry_out(pack({"do": "values", "batch": facts, "max_tokens": 64}, columns)))
     values = jagged_from("values", found)
     assert values is not None and torch.equal(values.values, near.values(batch, 64).values)
     expected = near.update(batch, weights_of(batch), 64, True)
@@ -118,6 +118,6 @@ def test_a_full_gpu_is_told_as_such_and_an_unknown_kind_is_still_an_error() -> N
 def test_numbers_that_are_none_survive() -> None:
     critic, batch = critic_and_batch()
     result = critic.update(batch, weights_of(batch), 64, True)
-    told = result_as_json(result) | {"loss": math.inf, "grad_norm": math.nan}
-    back = result_from(unpack(pack({"result": told}, {}))[0]["result"])
+    sent = result_as_json(result) | {"loss": math.inf, "grad_norm": math.nan}
+    back = result_from(unpack(pack({"result": sent}, {}))[0]["result"])
     assert back.loss == math.inf and math.isnan(back.grad_norm)
