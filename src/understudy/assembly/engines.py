@@ -157,7 +157,7 @@ async def _remote(
         snapshots.mkdir(parents=True, exist_ok=True)
     if rollout.starts_servers:
         view.phase(f"starting {rollout.replicas} vLLM server(s)")
-        # A restarted server on the trainer's GPU may read the trained tensors if they are at rest then.
+        # A restarted server on the trainer's GPU may read the trained tensors if no update changes them then.
         at_hand = settings.shares_tensors and settings.beside_trainer
         handover = GpuHandover() if at_hand and student.device.type == "cuda" else None
         return await start_vllm(

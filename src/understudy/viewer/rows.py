@@ -140,7 +140,8 @@ class RowTable:
 
     @staticmethod
     def _hidden(chunk: Chunk, twins: set[tuple[int, str]], steps: set[int]) -> np.ndarray:
-        """Which rows are shown by a twin that has more; a dump holds rows of one step."""
+        """Which rows are hidden, because a source with more columns shows the same row (`twins`). A dump holds rows of one
+        step."""
         if not twins or (chunk.kind == "dump" and chunk.name not in steps):
             return np.zeros(len(chunk.keys), bool)
         rows = zip(chunk.columns()[0][:, 0].tolist(), chunk.keys, strict=True)
@@ -228,7 +229,7 @@ class RowTable:
         return None if row is None else (chunk, row)
 
     def choices(self) -> dict[str, list[str]]:
-        """The values that each word takes."""
+        """The values that each label takes."""
         table, names = self.arrays(), list(self._codes)
         return {
             name: sorted(names[code] for code in np.unique(table["labels"][:, column]) if names[code])
@@ -309,7 +310,7 @@ class RowTable:
 
     def _matches(self, text: str) -> np.ndarray:
         """Rows whose text contains `text`, whatever the case. Reads files in blocks and decodes no line,
-        unless the words are also names of fields."""
+        unless `text` also occurs in names of fields."""
         table = self.arrays()
         found = np.zeros(len(table["row"]), bool)
         # As JSON writes it, with letters of other scripts as they are or escaped; both occur.

@@ -57,7 +57,7 @@ def writable_ids(
     student: LoadedModel, others: Mapping[str, PreTrainedTokenizerBase], usable: UsableIds | None
 ) -> UsableIds | None:
     """The ids less the student's special tokens that a teacher with another tokenizer lacks, by name. Prompts may
-    hold them; none is ever drawn, because no teacher could say that it was wrong."""
+    hold them; none is ever drawn, because no teacher could score it."""
     ends = set(student.stop_ids)
     ours = {number: name for number, name in _special(student.tokenizer).items() if number not in ends}
     lacked = [

@@ -385,8 +385,8 @@ class RemoteEngine:
         return False
 
     def _restarting(self) -> bool:
-        """Whether a server is being restarted; raises if none will ever serve again. Only subclasses that own
-        their servers can know."""
+        """Whether a server is being restarted; raises if none will ever serve again. Always false here: this class
+        starts no server."""
         return False
 
     async def close(self) -> None:

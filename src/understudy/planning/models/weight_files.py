@@ -1,7 +1,7 @@
 """The weight files of a model folder: their headers, and whether they are complete. Imports no torch.
 
-A download that was cut short, a clone without git-lfs or a copy that forgot a shard is told by `understudy check`, before
-anything is loaded.
+`understudy check` reports a download that was cut short, a clone without git-lfs and a copy without one of its shards,
+before anything is loaded.
 """
 
 from __future__ import annotations

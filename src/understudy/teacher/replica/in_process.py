@@ -36,7 +36,7 @@ from understudy.teacher.scoring.model import FrozenModel
 
 
 class LoraBaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica over the base must be told; the rest is the student's."""
+    """The settings of a replica over the base; all others are the student's."""
 
     name: str
     batching: str

@@ -281,7 +281,7 @@ class Scorer:
             with self.body.own_attention():
                 short = plain_scores(self.frozen, self.usable)
             ours = self.score(request_of(self.probe())).sampled_P
-        # Rounding moves packed scores a little; a window that is not handed on leaves them where long windows put them.
+        # Rounding moves packed scores a little; without the window they equal those of long windows.
         if np.linalg.norm(ours - short) > np.linalg.norm(ours - theirs):
             raise TeacherError("its attention windows are in the mask alone, which packed rows have none of")
 

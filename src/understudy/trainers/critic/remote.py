@@ -120,7 +120,7 @@ class RemoteCritic:
         self._watch.stop_soon(timeout_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
-        """The command under way and its age, for the report on a run that stands still."""
+        """The command under way and its age, for the report on a run without progress."""
         asked = self._asked
         return None if asked is None else f"{asked[0]} ({now - asked[1]:.0f} s)"
 
