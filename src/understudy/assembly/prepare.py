@@ -1,4 +1,4 @@
-"""Prepares the trainer's process: import path, torch, the connection to the cluster. Holds what every stage works with."""
+"""Prepares the trainer's process for a run: import path, torch, cluster. Defines `Launch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens what a run's sessions need: agent loops (in this process, in local or remote workers), rewards, sampling.
+"""Opens what sessions need: agent loops (in this process or in workers), rewards, sampling.
 
 open_sessions ──> SessionParts ──┬─> rollouts_of    sessions of training steps
                                  └─> evaluator_of   sessions of evaluations

@@ -1,4 +1,4 @@
-"""Chooses the client for a teacher's replicas: of our own server, or of another project's; and its bearer token."""
+"""Chooses the client of a teacher's replicas, and finds the bearer tokens of its servers."""
 
 from __future__ import annotations
 

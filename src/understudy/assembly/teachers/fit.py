@@ -1,4 +1,4 @@
-"""Checks that a started teacher fits the recipe and the student: signals, K, context, vocabulary, pictures."""
+"""Checks that a started teacher fits the recipe and the student."""
 
 from __future__ import annotations
 

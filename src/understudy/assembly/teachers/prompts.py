@@ -1,4 +1,4 @@
-"""The prompts that teachers read in place of the student's, and the tokens of teachers with another tokenizer."""
+"""Prompts that teachers read in place of the student's, and teachers with another tokenizer."""
 
 from __future__ import annotations
 

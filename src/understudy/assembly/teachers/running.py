@@ -1,4 +1,4 @@
-"""The running teachers of a run: their pools and launchers. Replicas join and leave while the run goes on."""
+"""The running teachers of a run: pools and launchers. Replicas join and leave during the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's teachers must fit: the student's vocabulary and size, the longest prompts, the mixtures of its rows."""
+"""What a run's teachers must fit: the student's vocabulary, the longest prompts, the mixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a scorer against the model's own forward before it serves, chooses its layout, and compiles it."""
+"""Checks a scorer against the model's own forward, chooses its layout and compiles it."""
 
 from __future__ import annotations
 
