@@ -122,7 +122,7 @@ def measure_clients(clients: Sequence[int], rows: int, units: int) -> list[dict[
                         else queued(Path(folder), rows, count, link)
                     )
                     found = asyncio.run(work)
-                told = {key: round(value, 3) for key, value in found.items()}
-                out.append({"name": f"16k x top-64 rows, {name}", "clients": count, "rows": rows, **told})
+                rounded = {key: round(value, 3) for key, value in found.items()}
+                out.append({"name": f"16k x top-64 rows, {name}", "clients": count, "rows": rows, **rounded})
                 print("  ".join(f"{key} {value}" for key, value in out[-1].items()), flush=True)
     return out

@@ -175,11 +175,11 @@ def predictions(measured: Measured) -> list[Row]:
     step = _step(small, sync_windows(ROWS, 12), ROWS)
     price = measured("determinism", "2026-11-19", "256 x 512: sync step, determinism = fast")
     rows.append(_row("sync step", step.step_seconds, price, "s"))
-    for every, said in ((1, ""), (2, ", publishing every 2 updates")):
+    for every, suffix in ((1, ""), (2, ", publishing every 2 updates")):
         # The three sides share one GPU: together they do one device's work.
         found = _step(small, Windows(ROWS, every, 1.0, enough_steps(1.0, every)), ROWS * every, capacity=1.0)
-        rate = measured("async", "2026-11-16", f"run 7, 256 x 512: fully async, staleness 1{said}, MPS")
-        rows.append(_row(f"fully async step{said}", found.step_seconds, rows_of_a_step / rate, "s"))
+        rate = measured("async", "2026-11-16", f"run 7, 256 x 512: fully async, staleness 1{suffix}, MPS")
+        rows.append(_row(f"fully async step{suffix}", found.step_seconds, rows_of_a_step / rate, "s"))
     return rows
 
 

@@ -160,7 +160,7 @@ def run_ours(
     path.write_text(toml(recipe))
     metrics = run / "metrics.jsonl"
     command = [sys.executable, "-m", "understudy.cli.main", "train", str(path), "--quiet"]
-    said, spent = _run(
+    problem, spent = _run(
         command,
         timeout,
         folder / f"{name}.log",
@@ -171,7 +171,7 @@ def run_ours(
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if shape.skip < line["step"] <= shape.steps]
     if not lines:
-        return said or "no step was finished"
+        return problem or "no step was finished"
     tokens = [round(line["response_length/mean"] * line["rollout/rows"]) for line in lines]
     return Timing(
         [line["time/step"] for line in lines],
@@ -257,11 +257,11 @@ def run_trl(
     out = folder / "trl.jsonl"
     (folder / "trl-spec.json").write_text(json.dumps(spec))
     command = [python, str(HERE / "step_trl.py"), str(folder / "trl-spec.json"), str(out)]
-    said, spent = _run(command, timeout, folder / "trl.log", out, shape.steps, _threads(shape))
+    problem, spent = _run(command, timeout, folder / "trl.log", out, shape.steps, _threads(shape))
     steps = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     steps = steps[shape.skip :]
     if not steps:
-        return said or "no step was finished"
+        return problem or "no step was finished"
     parts = {name: median(step["parts"].get(name, 0.0) for step in steps) for name in steps[0]["parts"]}
     if "prepare" in parts:
         parts["prepare besides generate"] = parts.pop("prepare") - parts.get("generate", 0.0)

@@ -131,11 +131,11 @@ def figures(runs: Path, seed: int) -> list[Row]:
         first if _sources(first, "teacher_accuracy") else read_metrics(runs / "seeing-0" / "metrics.jsonl")[0]
     )
     teacher = _mean(measured, "teacher_accuracy")
-    told = f"seed {seed}: held-out accuracy"
+    title = f"seed {seed}: held-out accuracy"
     return [
-        Row(f"{told} of the student before", round(_mean(first), 4), "share", "chance", CHANCE),
+        Row(f"{title} of the student before", round(_mean(first), 4), "share", "chance", CHANCE),
         Row(
-            f"{told} of the student after",
+            f"{title} of the student after",
             round(own, 4),
             "share",
             "teacher",
@@ -146,7 +146,7 @@ def figures(runs: Path, seed: int) -> list[Row]:
         ),
         *(
             Row(
-                f"{told} after, questions with {name}",
+                f"{title} after, questions with {name}",
                 round(value, 4),
                 "share",
                 "teacher",
@@ -154,9 +154,9 @@ def figures(runs: Path, seed: int) -> list[Row]:
             )
             for name, value in _sources(last).items()
         ),
-        _chance(f"{told} of the control, trained on empty pictures", _mean(blind)),
-        _chance(f"{told} after, shown empty pictures", _mean(last, shown="blank-")),
-        _chance(f"{told} after, shown the picture of another row", _mean(last, shown="swapped-")),
+        _chance(f"{title} of the control, trained on empty pictures", _mean(blind)),
+        _chance(f"{title} after, shown empty pictures", _mean(last, shown="blank-")),
+        _chance(f"{title} after, shown the picture of another row", _mean(last, shown="swapped-")),
         Row(f"seed {seed}: step of the student's last evaluation", last["step"], "steps"),
         Row(f"seed {seed}: step of the control's last evaluation", blind["step"], "steps"),
         *(

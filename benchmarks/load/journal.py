@@ -199,8 +199,8 @@ def measure(rows: int, out: Path | None) -> bool:
     for what, summary in found["times"].items():
         for part, goal in zip(("p50", "p99"), goals.get(what, (None, None)), strict=True):
             value = round(summary[part] * 1e3, 2)
-            told = ("", None) if goal is None else (f"<= {goal} (predicted)", value <= goal)
-            table.append(Row(f"{what}, {part}", value, "ms", goal=told[0], met=told[1]))
+            target = ("", None) if goal is None else (f"<= {goal} (predicted)", value <= goal)
+            table.append(Row(f"{what}, {part}", value, "ms", goal=target[0], met=target[1]))
     for row in table:
         print(f"{row.name:<60} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}")
     print(*wrong, sep="\n")

@@ -37,6 +37,7 @@ from understudy.planning.seating import seat
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -229,7 +230,7 @@ def _measured_replica(options: argparse.Namespace, length: int, new: int) -> flo
 def _replica_peak(options: argparse.Namespace) -> None:
     frozen = load_frozen(options.teacher, dtype="bfloat16", device="cuda")
     scorer = Scorer("teacher", frozen, ScorerOptions(chunk_bytes=2048 << 20))
-    scorer.warm_up()
+    warm_up(scorer)
     chance = np.random.default_rng(0)
     count = max(1, 4 * 16384 // options.length)
     items = []

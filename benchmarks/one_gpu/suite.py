@@ -92,8 +92,8 @@ def main() -> None:
         line = carry_out(task, out, task.seconds)
         with (out / "tasks.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
-        said = "past its seconds, killed" if line["code"] is None else f"exit code {line['code']}"
-        print(f"{line['name']}: {said}, {line['seconds']:.0f} s", flush=True)
+        ending = "past its seconds, killed" if line["code"] is None else f"exit code {line['code']}"
+        print(f"{line['name']}: {ending}, {line['seconds']:.0f} s", flush=True)
     for task in left:
         missing = ", ".join(place for place in task.needs if not (ROOT / place).exists())
         print(

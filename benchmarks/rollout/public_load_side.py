@@ -130,13 +130,13 @@ def open_ours(folder: str, shape: str) -> tuple[Generate, int]:
 
 
 def main(system: str, shape: str, folder: str) -> None:
-    said = os.fdopen(os.dup(1), "w", buffering=1)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to standard output
     begun = time.perf_counter()
     generate, vocabulary = {"vllm": open_vllm, "ours": open_ours}[system](folder, shape)
     # The public load's batch with few tokens: compiles kernels and records graphs for every size on the way down.
     generate([Request(one.tokens, 2 + one.new // 64) for one in public(vocabulary)])
-    print(json.dumps({"seconds": time.perf_counter() - begun}), file=said)
+    print(json.dumps({"seconds": time.perf_counter() - begun}), file=replies)
     for line in sys.stdin:
         requests = LOADS[line.strip()](vocabulary)
         begun = time.perf_counter()
@@ -145,7 +145,7 @@ def main(system: str, shape: str, folder: str) -> None:
         for request, (count, logprob) in zip(requests, answers, strict=True):
             if not math.isfinite(logprob) or not (count == request.new or (request.stops and count > 0)):
                 raise SystemExit(f"an answer has {count} of {request.new} tokens, mean logprob {logprob}")
-        print(json.dumps({"tokens": sum(count for count, _ in answers), "seconds": seconds}), file=said)
+        print(json.dumps({"tokens": sum(count for count, _ in answers), "seconds": seconds}), file=replies)
 
 
 if __name__ == "__main__":

@@ -325,12 +325,12 @@ def _copy_rate(tensors: Sequence[tuple[str, torch.Tensor]], scale: Scale) -> flo
 async def _check_published(engine: VLLMEngine, trained: Any, scale: Scale) -> None:
     """Checks that the server generates with the published weights, not with those it started with."""
     prompt = np.arange(40, 72, dtype=np.int32)
-    (said,) = await engine.generate([GenerateRequest("check", prompt, Sampling(16), seed=1)])
-    ids = torch.tensor([[*prompt.tolist(), *said.tokens.tolist()]], device=scale.device)
+    (generation,) = await engine.generate([GenerateRequest("check", prompt, Sampling(16), seed=1)])
+    ids = torch.tensor([[*prompt.tolist(), *generation.tokens.tolist()]], device=scale.device)
     with torch.inference_mode():
         logprobs = trained(input_ids=ids).logits[0].float().log_softmax(-1)
     ours = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
-    worst = float(np.abs(ours - said.logprobs).max())
+    worst = float(np.abs(ours - generation.logprobs).max())
     print(f"published weights: logprobs of server and trainer differ by {worst:.3f} at most", flush=True)
     if worst > 0.5:
         raise AssertionError(

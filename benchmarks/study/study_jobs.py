@@ -227,7 +227,7 @@ def run_all(
                 )
                 under_way.remove(running)
                 running.drop_checkpoints(task)
-                _told(task, running, outcome[running.job.name])
+                _print_status(task, running, outcome[running.job.name])
                 ended_with(running.job, outcome[running.job.name])
         if late:
             break
@@ -235,7 +235,7 @@ def run_all(
     return outcome
 
 
-def _told(task: Task, running: Running, how: str) -> None:
+def _print_status(task: Task, running: Running, how: str) -> None:
     lines = read_lines(metrics_of(task, running.job))
     accuracy = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     seconds = time.monotonic() - running.started
@@ -274,6 +274,6 @@ class Turn:
         self.running.process.wait()
         lines = [line for line in read_lines(metrics_of(self.task, self.job)) if line["step"] > skip]
         if not lines:
-            _told(self.task, self.running, "failed: no step timed")
+            _print_status(self.task, self.running, "failed: no step timed")
         parts = {name: [line[name] for line in lines if name in line] for name in _TIMED}
         return {"steps": len(lines), **{name: values for name, values in parts.items() if values}}

@@ -26,6 +26,7 @@ from understudy.teacher.scoring.eight_bits import Bits
 from understudy.teacher.scoring.model import FrozenModel, load_frozen
 from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -92,7 +93,7 @@ def compared(bits: Bits, tokens: list[np.ndarray], options: argparse.Namespace) 
     settings = ScorerOptions(compile_layers=on_gpu, chunk_bytes=chunk)
     scorers = [Scorer("full", full, settings), Scorer("bits", small, settings)]
     for scorer in scorers:
-        scorer.warm_up()
+        warm_up(scorer)
         scorer.score(request)
     seconds: list[list[float]] = [[], []]
     for _ in range(options.rounds):

@@ -110,10 +110,12 @@ def distinct(texts: Sequence[Text]) -> float:
     return len(set(pairs)) / max(1, len(pairs))
 
 
-def measured(name: str, model: Model, teacher: Model, told: Sequence[Text], options: Any) -> list[Row]:
-    """`told`: the teacher's own continuations."""
+def measured(
+    name: str, model: Model, teacher: Model, teacher_texts: Sequence[Text], options: Any
+) -> list[Row]:
+    """`teacher_texts`: the teacher's own continuations."""
     mine = model is teacher
-    texts = list(told) if mine else model.write(options.texts, options.tokens, options.seed)
+    texts = list(teacher_texts) if mine else model.write(options.texts, options.tokens, options.seed)
     texts = [text for text in texts if text.continuation]
     for text in texts[: options.show]:
         print(f"  {name}: {text.opening} |{text.continuation!r}", flush=True)
@@ -123,13 +125,13 @@ def measured(name: str, model: Model, teacher: Model, told: Sequence[Text], opti
         (bits - text.bits) / len(text.continuation.encode()) for bits, text in zip(theirs, texts, strict=True)
     ]
     own = sum(text.bits for text in texts)
-    of_told = sum(model.bits(text) for text in told) / size(told)
+    bits_of_teacher_texts = sum(model.bits(text) for text in teacher_texts) / size(teacher_texts)
     figures = {
         "bits for the teacher": (sum(theirs) / count, "bits/byte"),
         "bits for itself": (own / count, "bits/byte"),
         "divergence": ((sum(theirs) - own) / count, "bits/byte"),
         "divergence, standard error": (stdev(apart) / math.sqrt(len(apart)), "bits/byte"),
-        "bits of the teacher's texts": (of_told, "bits/byte"),
+        "bits of the teacher's texts": (bits_of_teacher_texts, "bits/byte"),
         "repeated": (repeated(texts), "share"),
         "distinct": (distinct(texts), "share"),
         "bytes of a continuation": (count / len(texts), "bytes"),
@@ -177,17 +179,19 @@ def main() -> None:
     rows = [json.loads(line) for line in options.openings.read_text().splitlines()]
     options.texts = [row["prompt"] for row in rows][: options.count]
     teacher = Model(options.teacher)
-    told = [text for text in teacher.write(options.texts, options.tokens, options.seed) if text.continuation]
+    teacher_texts = [
+        text for text in teacher.write(options.texts, options.tokens, options.seed) if text.continuation
+    ]
     if options.what == "write":
-        lines = [{"prompt": one.opening, "answer": one.continuation.lstrip(" ")} for one in told]
+        lines = [{"prompt": one.opening, "answer": one.continuation.lstrip(" ")} for one in teacher_texts]
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return
-    found = measured("teacher", teacher, teacher, told, options)
+    found = measured("teacher", teacher, teacher, teacher_texts, options)
     for name, folder in (one.split("=", 1) for one in options.models):
         if (Path(folder) / "metrics.jsonl").exists():
             found += reported(name, Path(folder))
         else:
-            found += measured(name, Model(folder), teacher, told, options)
+            found += measured(name, Model(folder), teacher, teacher_texts, options)
     for row in found:
         print(f"{row.name:<60} {row.value} {row.unit}")
     save("real_pair", cpu_name(), found, options.out)

@@ -108,8 +108,8 @@ def _arguments(command: argparse.ArgumentParser) -> Iterator[str]:
             shown = ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
         else:
             shown = f"`{action.metavar or _choices(action) or action.dest}`"
-        told = _one_line(action.help or "").replace("%(default)s", str(action.default))
-        yield f"| {_cell(shown)} | {_cell(told)} |"
+        meaning = _one_line(action.help or "").replace("%(default)s", str(action.default))
+        yield f"| {_cell(shown)} | {_cell(meaning)} |"
 
 
 def _choices(action: argparse.Action) -> str:

@@ -18,9 +18,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[
     for turns in conversations:
         tokens, trained = [tokenizer.bos_token_id], [False]
         for turn in turns:
-            said = tokenizer.encode(turn.content, add_special_tokens=False)
-            said += [eos] if turn.role == "assistant" else []
-            tokens += [marks[turn.role], *said]
-            trained += [False, *[turn.trained] * len(said)]
+            ids = tokenizer.encode(turn.content, add_special_tokens=False)
+            ids += [eos] if turn.role == "assistant" else []
+            tokens += [marks[turn.role], *ids]
+            trained += [False, *[turn.trained] * len(ids)]
         rows.append((tokens, trained))
     return pad_rows(rows, tokenizer.pad_token_id)

@@ -42,7 +42,7 @@ def main() -> None:
     began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
     splits = make_data(given.out / "data", train=given.rows, prompts=given.rows)
 
-    def told(name: str) -> None:
+    def print_time(name: str) -> None:
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
     def schedule(steps: int, seed: int) -> SupervisedSchedule:
@@ -55,7 +55,7 @@ def main() -> None:
             warmup_steps=20,
         )
 
-    told("data")
+    print_time("data")
     teacher = graft(given.language, seed=1)
     kept = evenly(len(teacher.model.text_model.layers), given.student_layers)
     if given.layers is not None:
@@ -65,17 +65,17 @@ def main() -> None:
     asked = [Row(png(scene), *pair) for scene in scenes for pair in answers(scene).items()]
     print(f"teacher: {teacher.num_parameters():,} parameters, {len(asked)} questions", flush=True)
     train_tower(teacher, chat, scenes, given.tower_steps, given.batch, 1e-3)
-    told("vision tower")
+    print_time("vision tower")
     supervise(teacher, chat, asked, schedule(given.teacher_steps, seed=1))
     save_model(teacher, chat, given.out / "models" / "teacher")
-    told("teacher")
+    print_time("teacher")
 
     student = graft(given.language, 2, kept)
     copy_tower(teacher, student)
     print(f"student: {student.num_parameters():,} parameters", flush=True)
     supervise(student.to(device), chat, swapped(splits["train"]), schedule(given.student_steps, seed=2))
     save_model(student, chat, given.out / "models" / "student")
-    told("student")
+    print_time("student")
 
 
 if __name__ == "__main__":

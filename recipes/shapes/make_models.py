@@ -60,8 +60,8 @@ def _write(file: Path, parts: dict[str, list[Row]]) -> None:
             picture = f"pictures/{sha256(row.picture).hexdigest()[:16]}.png"
             (file.parent / picture).write_bytes(row.picture)
             message = {"role": "user", "content": f"<image>{row.question}"}
-            told = {"messages": [message], "images": [picture], "answer": row.answer}
-            lines.append(json.dumps({**told, "data_source": part + row.question.split()[0]}) + "\n")
+            fields = {"messages": [message], "images": [picture], "answer": row.answer}
+            lines.append(json.dumps({**fields, "data_source": part + row.question.split()[0]}) + "\n")
     file.write_text("".join(lines))
     print(f"data/{file.name}: {len(lines)} rows")
 

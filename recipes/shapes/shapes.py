@@ -141,6 +141,6 @@ def best_constant(given: list[Row]) -> float:
     """The accuracy of the best answer that depends on the question alone."""
     right = 0
     for question in QUESTIONS:
-        said = [row.answer for row in given if row.question == question]
-        right += max((said.count(answer) for answer in set(said)), default=0)
+        answers = [row.answer for row in given if row.question == question]
+        right += max((answers.count(answer) for answer in set(answers)), default=0)
     return right / len(given)

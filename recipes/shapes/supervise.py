@@ -46,11 +46,11 @@ class VisionChat:
         for row in rows:
             places.setdefault(row.picture, len(places))
             prompt = prompts[row.question]
-            said = [
+            answer = [
                 *self.tokenizer.encode(row.answer, add_special_tokens=False),
                 self.tokenizer.eos_token_id,
             ]
-            encoded.append(([*prompt, *said], [False] * len(prompt) + [True] * len(said)))
+            encoded.append(([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
         picture_B = torch.tensor([places[row.picture] for row in rows])
         return pad_rows(encoded, self.tokenizer.pad_token_id), list(places), picture_B
 
@@ -80,18 +80,18 @@ def train_tower(
         index_B = torch.randint(len(scenes), (rows,), generator=generator).to(device)
         with _narrow(device):
             seen = _seen(model, {name: one[index_B] for name, one in pixels.items()})
-        said = [head(one.float()).flatten(0, 1) for head, one in zip(heads, seen, strict=True)]
+        logits = [head(one.float()).flatten(0, 1) for head, one in zip(heads, seen, strict=True)]
         labels = labels_PC[index_B].flatten()
         places = torch.arange(CELLS**2, device=device).repeat(len(index_B))
         loss = torch.zeros((), device=device)
-        for one in said:
+        for one in logits:
             loss = loss + torch.nn.functional.cross_entropy(one[:, :CLASSES], labels)
             loss = loss + torch.nn.functional.cross_entropy(one[:, CLASSES:], places)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % 50 == 0:
-            right = (said[0][:, :CLASSES].argmax(-1) == labels).float().mean().item()
+            right = (logits[0][:, :CLASSES].argmax(-1) == labels).float().mean().item()
             print(f"  vision tower: step {step + 1}/{steps}  {right:.1%} of the cells", flush=True)
 
 

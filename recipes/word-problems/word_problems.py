@@ -117,12 +117,12 @@ class Draft:
         return self.rng.randint(*self.level.parts)
 
     def small(self) -> int:
-        return self.told(self.rng.randint(2, self.level.small))
+        return self.record(self.rng.randint(2, self.level.small))
 
     def large(self) -> int:
-        return self.told(self.rng.randint(3, self.level.large))
+        return self.record(self.rng.randint(3, self.level.large))
 
-    def told(self, number: int) -> int:
+    def record(self, number: int) -> int:
         self.numbers.append(number)
         return number
 
@@ -174,7 +174,7 @@ def shop(draft: Draft) -> Problem:
         for count, thing, price in zip(counts, things, prices, strict=True)
     ]
     total = _totalled(draft, "In all", costs)
-    paid = draft.told((total // 10 + rng.randint(1, 4)) * 10)
+    paid = draft.record((total // 10 + rng.randint(1, 4)) * 10)
     draft.say(f"{name} pays with {paid} coins. How many coins does {name} get back?")
     return draft.finish("shop", draft.work("Back", paid, "-", total))
 
@@ -187,7 +187,7 @@ def stock(draft: Draft) -> Problem:
     for _ in range(draft.parts()):
         event = rng.choice(["found", "gift", "packs", "times"])
         if event == "gift" and held > 4:
-            given = draft.told(rng.randint(2, min(held - 1, draft.level.large)))
+            given = draft.record(rng.randint(2, min(held - 1, draft.level.large)))
             draft.say(f"{name} gives {given} of them to {rng.choice([one for one in NAMES if one != name])}.")
             held = draft.work("After giving", held, "-", given)
         elif event == "packs":
@@ -197,7 +197,7 @@ def stock(draft: Draft) -> Problem:
         elif event == "times" and held <= draft.level.large:
             factor, word = rng.choice([(2, "twice"), (3, "three times")])
             draft.say(f"A week later {name} has {word} as many.")
-            draft.told(factor)
+            draft.record(factor)
             held = draft.work("A week later", held, "*", factor)
         else:
             found = draft.large()
@@ -219,7 +219,7 @@ def trip(draft: Draft) -> Problem:
         draft.say(f"{start} {verb} for {hours} hours at {speed} km per hour.")
         gone.append(draft.work(label.capitalize(), hours, "*", speed))
     done = _totalled(draft, "So far", gone)
-    whole = draft.told(done + rng.randint(2, draft.level.large))
+    whole = draft.record(done + rng.randint(2, draft.level.large))
     draft.say(f"The whole way is {whole} km. How many km are left?")
     return draft.finish("trip", draft.work("Left", whole, "-", done))
 
@@ -243,9 +243,9 @@ def share(draft: Draft) -> Problem:
     left, lost = total, total % people
     if lost:
         lost += people if lost == 1 or (total > 3 * people and rng.random() < 0.5) else 0
-        draft.say(f"{draft.told(lost)} of the {thing} are lost.")
+        draft.say(f"{draft.record(lost)} of the {thing} are lost.")
         left = draft.work("After the loss", total, "-", lost)
-    draft.say(f"{draft.told(people)} children share the {thing} evenly. How many does each child get?")
+    draft.say(f"{draft.record(people)} children share the {thing} evenly. How many does each child get?")
     return draft.finish("share", draft.work("Each", left, "/", people))
 
 
@@ -259,11 +259,11 @@ def compare(draft: Draft) -> Problem:
         held = amounts[-1]
         how = rng.choice(["more", "fewer", "times"])
         if how == "fewer" and held > 5:
-            by = draft.told(rng.randint(2, held - 2))
+            by = draft.record(rng.randint(2, held - 2))
             draft.say(f"{name} has {by} fewer than {before}.")
             amounts.append(draft.work(name, held, "-", by))
         elif how == "times" and held <= draft.level.large:
-            by = draft.told(rng.randint(2, 4))
+            by = draft.record(rng.randint(2, 4))
             draft.say(f"{name} has {by} times as many as {before}.")
             amounts.append(draft.work(name, held, "*", by))
         else:

@@ -272,10 +272,10 @@ def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`section__key` → `section.key`, as in a recipe."""
     for name, value in overrides.items():
         if "__" not in name.strip("_"):
-            told = (
+            hint = (
                 "" if name in Recipe.model_fields else unknown_key(Recipe, [name], None)[0].partition("; ")[2]
             )
             raise ConfigError(
-                f"{name}={value!r}: {told}{told and '; '}write section and key as section__key, for example trainer__steps=200"
+                f"{name}={value!r}: {hint}{hint and '; '}write section and key as section__key, for example trainer__steps=200"
             )
     return {name.replace("__", "."): value for name, value in overrides.items()}

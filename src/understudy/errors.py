@@ -36,10 +36,10 @@ NO_THREAD = "can't start new thread"
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether this machine, not a GPU, had no memory: told by Python, by torch's allocator, by the system, or as a thread
-    that could not be started."""
-    told = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory", NO_THREAD)
-    return isinstance(error, MemoryError) or any(said in str(error) for said in told)
+    """Whether this machine, not a GPU, had no memory: as Python, torch's allocator or the system reports it, or a thread that
+    could not be started."""
+    phrases = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory", NO_THREAD)
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in phrases)
 
 
 class UnderstudyError(Exception):

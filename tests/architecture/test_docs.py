@@ -145,12 +145,12 @@ def toml_value(text: str | None) -> Any:
 
 def defaults(text: str) -> list[str]:
     """`| key | default |` tables, and `some.key` followed by its default in brackets."""
-    said = re.findall(rf"`((?:{SECTION})\.[\w.]+)`[^`|()\n]{{0,60}} \((\d+)[;)]", text)
+    claimed = re.findall(rf"`((?:{SECTION})\.[\w.]+)`[^`|()\n]{{0,60}} \((\d+)[;)]", text)
     for table in re.findall(r"^\| key \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
-        said += re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", table, re.MULTILINE)
+        claimed += re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", table, re.MULTILINE)
     return [
         f"{path}: its default is {field.default!r}, not {value}"
-        for path, value in said
+        for path, value in claimed
         if isinstance(field := field_at(path), FieldInfo) and field.default != toml_value(value)
     ]
 
@@ -194,12 +194,12 @@ def wrong_target(name: str) -> list[str]:
     return [] if name in targets else [f"no make {name}"]
 
 
-def wrong_call(words: str) -> list[str]:
+def wrong_call(line: str) -> list[str]:
     try:
-        left = _parser().parse_known_args(shlex.split(words))[1]
+        left = _parser().parse_known_args(shlex.split(line))[1]
     except SystemExit:
-        return [f"understudy {words}: is no call"]
-    return [f"understudy {words}: no {word}" for word in left if "=" not in word or word.startswith("-")]
+        return [f"understudy {line}: is no call"]
+    return [f"understudy {line}: no {word}" for word in left if "=" not in word or word.startswith("-")]
 
 
 # Files and names in the code
@@ -398,7 +398,7 @@ def test_the_page_begins_with_a_sentence(page: Path) -> None:
         (names, "`TeacherPool.scores_all`"),
         (names, "`TeacherPoool`"),
         (names, "`hedge_after_secs`"),
-        (names, "`understudy.assembly.teacher_admin.ask_runs(path)`"),
+        (names, "`understudy.assembly.teachers.admin.ask_runs(path)`"),
         (snippets, "```python\nfrom understudy.losses.objective import Objectiv\n```\n"),
         (metrics, "`perf/model_tflop`"),
         (metrics, "`rollout_corr/ratio_mid`"),

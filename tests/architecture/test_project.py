@@ -46,8 +46,8 @@ def test_every_local_link_in_the_docs_leads_somewhere() -> None:
 
 
 def test_the_page_of_speeds_is_what_the_result_files_say() -> None:
-    told = runpy.run_path(str(ROOT / "docs" / "reference" / "speed_page.py"))
-    assert told["PAGE"].read_text() == told["page"](), "run docs/reference/speed_page.py"
+    module = runpy.run_path(str(ROOT / "docs" / "reference" / "speed_page.py"))
+    assert module["PAGE"].read_text() == module["page"](), "run docs/reference/speed_page.py"
 
 
 def test_every_page_has_a_place_in_the_site() -> None:

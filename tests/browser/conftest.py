@@ -35,8 +35,8 @@ def view() -> Iterator[Callable[..., str]]:
     """Starts `understudy view …`; returns its address."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str) -> str:
-        command = [sys.executable, "-m", "understudy.cli.main", "view", *words]
+    def start(*arguments: str) -> str:
+        command = [sys.executable, "-m", "understudy.cli.main", "view", *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         assert process.stdout is not None
@@ -61,7 +61,8 @@ def open_page(browser: Any) -> Iterator[Open]:
         trouble: list[str] = []
         home = address.split("#")[0]
         page.on(
-            "console", lambda told: trouble.append(told.text) if told.type in ("error", "warning") else None
+            "console",
+            lambda entry: trouble.append(entry.text) if entry.type in ("error", "warning") else None,
         )
         page.on("pageerror", lambda error: trouble.append(str(error)))
         page.on("dialog", lambda dialog: (trouble.append(f"dialog {dialog.message}"), dialog.dismiss()))

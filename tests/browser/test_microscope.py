@@ -33,10 +33,10 @@ def test_the_demo_opens_and_a_token_pointed_at_tells_its_story(
     page.hover(".token.written >> nth=1")
     label = page.inner_text(".panel h3")
     until(page, lambda: page.inner_text(".panel h3") != label or page.locator(".panel .origin").count())
-    told = page.inner_text(".panel .origin")
-    assert re.fullmatch(r"loss [\d.e-]+, written by weights \d+, scored by (add|sort), replica [01]", told), (
-        told
-    )
+    origin = page.inner_text(".panel .origin")
+    assert re.fullmatch(
+        r"loss [\d.e-]+, written by weights \d+, scored by (add|sort), replica [01]", origin
+    ), origin
     shown, panel = (page.locator(place).bounding_box() for place in (".panel .origin", ".panel"))
     assert panel["y"] <= shown["y"] and shown["y"] + shown["height"] <= panel["y"] + panel["height"]
     assert "teacher p" in page.inner_text(".panel") and "student q" in page.inner_text(".panel")

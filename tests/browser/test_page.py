@@ -227,7 +227,7 @@ def test_train_view_serves_a_page_while_it_trains_and_ends_it(
     """`train --view` on the quickstart's recipe: the page follows the run, shows what it waits for, and Ctrl-C
     still stops the run."""
     folder = tmp_path / "run"
-    words = [
+    arguments = [
         "train",
         str(QUICKSTART / "recipe.toml"),
         "--view",
@@ -236,7 +236,7 @@ def test_train_view_serves_a_page_while_it_trains_and_ends_it(
         "trainer.eval_every=0",
     ]
     trainer = subprocess.Popen(
-        [sys.executable, "-c", _CTRL_C, *words, f"run.dir={folder}"],
+        [sys.executable, "-c", _CTRL_C, *arguments, f"run.dir={folder}"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -279,7 +279,7 @@ def test_a_run_is_watched_while_it_trains_and_after_it_was_killed(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     folder = tmp_path / "run"
-    words = [
+    arguments = [
         "quickstart",
         "--quiet",
         "trainer.steps=400",
@@ -288,7 +288,7 @@ def test_a_run_is_watched_while_it_trains_and_after_it_was_killed(
         f"run.dir={folder}",
     ]
     trainer = subprocess.Popen(
-        [sys.executable, "-m", "understudy.cli.main", *words],
+        [sys.executable, "-m", "understudy.cli.main", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -19,29 +19,29 @@ CHECKERS = {
 }
 
 
-def said_of(checker: str, name: str, folder: Path) -> tuple[int, str]:
+def run_checker(checker: str, name: str, folder: Path) -> tuple[int, str]:
     """What the checker says about one file, copied away from the package's sources."""
     python = os.environ["UNDERSTUDY_TYPED_PYTHON"]
     shutil.copy(HERE / name, folder / name)
-    words = [*CHECKERS[checker], *([python] if checker == "pyright" else []), name]
+    arguments = [*CHECKERS[checker], *([python] if checker == "pyright" else []), name]
     done = subprocess.run(
-        [python, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        [python, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_consumer_is_sound(checker: str, tmp_path: Path) -> None:
-    code, said = said_of(checker, "consumer.py", tmp_path)
-    assert code == 0, said
+    code, output = run_checker(checker, "consumer.py", tmp_path)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_wrong_uses_are_found(checker: str, tmp_path: Path) -> None:
     """Without `py.typed` everything would be Any, and nothing wrong."""
-    code, said = said_of(checker, "wrong.py", tmp_path)
-    lines = {int(number) for number in re.findall(r"wrong\.py:(\d+)", said)}
+    code, output = run_checker(checker, "wrong.py", tmp_path)
+    lines = {int(number) for number in re.findall(r"wrong\.py:(\d+)", output)}
     wanted = [
         i for i, line in enumerate((HERE / "wrong.py").read_text().splitlines(), 1) if "understudy." in line
     ]
-    assert code == 1 and lines == set(wanted), said
+    assert code == 1 and lines == set(wanted), output

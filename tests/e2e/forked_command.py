@@ -19,7 +19,7 @@ class ForkedCommand:
         self.pid = child.pid
         self._child = child
         self._output = output
-        self._said = b""
+        self._received = b""
 
     @property
     def returncode(self) -> int | None:
@@ -43,14 +43,14 @@ class ForkedCommand:
         deadline = time.monotonic() + timeout
         while self._output >= 0:
             if not select.select([self._output], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, self._said)
-            if said := os.read(self._output, 1 << 16):
-                self._said += said
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, self._received)
+            if chunk := os.read(self._output, 1 << 16):
+                self._received += chunk
             else:
                 os.close(self._output)
                 self._output = -1
         self.wait(max(deadline - time.monotonic(), 1))
-        return self._said.decode(), None
+        return self._received.decode(), None
 
 
 def forked_command(

@@ -45,10 +45,10 @@ def save_model(folder: Path, family: str, layers: int, seed: int) -> Path:
     model: PreTrainedModel = model_class(config(**SHAPE, num_hidden_layers=layers))
     model.generation_config.eos_token_id = STOPS
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w2"))
-    words.pre_tokenizer = WhitespaceSplit()
+    inner = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w2"))
+    inner.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w0", pad_token="w1", unk_token="w2", model_max_length=2048
+        tokenizer_object=inner, eos_token="w0", pad_token="w1", unk_token="w2", model_max_length=2048
     )
     tokenizer.save_pretrained(folder)
     return folder

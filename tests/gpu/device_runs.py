@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import understudy
-from understudy.assembly import build as building
+from understudy.assembly import learner
+from understudy.assembly.build import build
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local import engine as hf
 from understudy.engines.local import slots
@@ -162,7 +163,7 @@ class Runner:
         self, action: Callable[[], understudy.Run], layout: Layout | None
     ) -> tuple[understudy.Run, Watch]:
         found: list[Watch] = []
-        build, settings = building.build, building.policy_settings
+        settings = learner.policy_settings
 
         @asynccontextmanager
         async def watched_build(*arguments: Any) -> AsyncIterator[System]:
@@ -178,7 +179,7 @@ class Runner:
             patch.setattr(launch, "write_report", lambda *_: None)
             if layout is not None:
                 patch.setattr(
-                    building, "policy_settings", lambda *given: replace(settings(*given), layout=layout)
+                    learner, "policy_settings", lambda *given: replace(settings(*given), layout=layout)
                 )
             run = action()
         return run, found[0]

@@ -44,11 +44,11 @@ def weights(version: int, scale: int = 1) -> list[tuple[str, torch.Tensor]]:
 
 
 def digest(named: list[tuple[str, torch.Tensor]]) -> str:
-    told = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in named:
-        told.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        told.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return told.hexdigest()
+        hashed.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        hashed.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def rendezvous_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]:
@@ -101,14 +101,14 @@ def lose_one(rank: int, size: int, folder: Path) -> Any:
         send(group, packed, stage)
     if rank == size - 1:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    began, said = time.monotonic(), "nothing"
+    began, message = time.monotonic(), "nothing"
     try:
         if rendezvous is None:
             receiver.receive(StreamOrder(order, BUCKET, packed.notes, staged=True))
         else:
             send(group, PackedWeights(named, BUCKET), stage)
     except TransferBroken as error:
-        said = str(error)
+        message = str(error)
     seconds = time.monotonic() - began
     if rendezvous is not None:
         group.abort()
@@ -124,7 +124,7 @@ def lose_one(rank: int, size: int, folder: Path) -> Any:
             send(group, PackedWeights(named, BUCKET), stage if staged else None)
             again.append(digest(named))
     time.sleep(1.0)
-    return {"said": said, "seconds": seconds, "again": again}
+    return {"message": message, "seconds": seconds, "again": again}
 
 
 def train(rank: int, size: int, folder: Path) -> Any:

@@ -13,6 +13,7 @@ from understudy.teacher.scoring.eight_bits import Bits, Int8Head, int8_logits
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,7 @@ def test_scores_are_near_the_full_ones_in_half_of_the_memory(tmp_path: Path, bit
     full, all_of_it = held(False)
     small, half = held(True)
     assert half < 0.54 * all_of_it  # norms, and scales of short rows
-    small.warm_up()
+    warm_up(small)
     rows = rng.integers(0, full.vocab, (4, 40)).astype(np.int32)
     items = [
         ScoreItem(f"{i}", row, np.arange(1, 40, dtype=np.int32), Signal.TOPK, k=8)

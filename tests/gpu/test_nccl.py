@@ -50,10 +50,10 @@ def answers(job: str, size: int, folder: Path, killed: int | None = None) -> lis
     processes = members(job, size, folder)
     try:
         for rank, process in enumerate(processes):
-            said, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=120)
             log = (folder / f"{rank}.log").read_text()[-3000:]
             assert process.returncode == (-9 if rank == killed else 0), f"rank {rank}: {log}"
-            found.append(json.loads(said.splitlines()[-1]) if said else None)
+            found.append(json.loads(output.splitlines()[-1]) if output else None)
     finally:
         for process in processes:
             process.kill()
@@ -70,7 +70,7 @@ def test_weights_come_to_the_bit_again_and_again_through_one_group(tmp_path: Pat
 def test_a_member_killed_in_the_middle_takes_nobody_along(tmp_path: Path) -> None:
     leader, other, _ = answers("lose_one", 3, tmp_path, killed=2)
     for one in (leader, other):
-        assert one["said"] != "nothing" and one["seconds"] < 30, one
+        assert one["message"] != "nothing" and one["seconds"] < 30, one
     assert leader["again"] == other["again"], "by gloo, and by NCCL among those who are left"
 
 

@@ -50,8 +50,8 @@ def test_a_lost_rank_is_started_again(world: World, teachers: Teachers, tmp_path
     path = write_toml(tmp_path / "recipe.toml", recipe)
     code, output = run_cli("train", str(path), "--quiet", fault="rank.after_command:9")
     assert code == 0, output
-    said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert "rank 1 of 2 was killed by SIGKILL" in said and "going back to step" in said
+    log_text = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert "rank 1 of 2 was killed by SIGKILL" in log_text and "going back to step" in log_text
     steps = [
         line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "actor/loss" in line
     ]

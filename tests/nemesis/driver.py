@@ -86,8 +86,8 @@ class Trial:
     def _launches(self, table: Path) -> bool:
         for _ in range(len(self.schedule.faults) + 1):
             begun = (self.run / "recipe.json").exists()
-            words = ["resume", str(self.run)] if begun else ["train", str(table)]
-            launch = self._launch(words)
+            arguments = ["resume", str(self.run)] if begun else ["train", str(table)]
+            launch = self._launch(arguments)
             self.launches.append(launch)
             if launch.code == 0 and self._steps() == STEPS:
                 return True
@@ -95,7 +95,7 @@ class Trial:
                 break
         return False
 
-    def _launch(self, words: list[str]) -> Launch:
+    def _launch(self, arguments: list[str]) -> Launch:
         point = next(
             (one for one in self.pending if one.kind == "point" and one.after <= self._steps()), None
         )
@@ -109,7 +109,7 @@ class Trial:
             more["UNDERSTUDY_NEMESIS_FORKED"] = "with teachers" if teachers else "without teachers"
         if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
             more["UNDERSTUDY_NEMESIS_PROXY"] = str(self._injector.proxy.port)
-        trainer = start_trainer(words, self.folder, self._injector.shim, log, more, self.server)
+        trainer = start_trainer(arguments, self.folder, self._injector.shim, log, more, self.server)
         hit = self._disturb(trainer)
         code = int(trainer.wait())
         self._injector.undo(everything=True)
@@ -156,11 +156,11 @@ class Trial:
 
     def _steps(self) -> int:
         try:
-            told = (self.run / "metrics.jsonl").stat()
+            status = (self.run / "metrics.jsonl").stat()
         except FileNotFoundError:
             return 0
-        if self._seen[0] != (told.st_mtime_ns, told.st_size):
-            self._seen = (told.st_mtime_ns, told.st_size), count_steps(self.run)
+        if self._seen[0] != (status.st_mtime_ns, status.st_size):
+            self._seen = (status.st_mtime_ns, status.st_size), count_steps(self.run)
         return self._seen[1]
 
     def history(self, finished: bool = True) -> History:

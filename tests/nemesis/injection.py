@@ -153,9 +153,9 @@ class Injector:
         return bool(due)
 
     def _tell(self, **wrong: float | str) -> None:
-        told = json.loads(self.shim.read_text()) if self.shim.exists() else {}
+        settings = json.loads(self.shim.read_text()) if self.shim.exists() else {}
         fresh = self.shim.with_suffix(".new")
-        fresh.write_text(json.dumps({**told, **wrong}))
+        fresh.write_text(json.dumps({**settings, **wrong}))
         fresh.replace(self.shim)
 
     def _kill_and_damage(self, fault: Fault, trainer: psutil.Popen) -> bool:
@@ -238,7 +238,7 @@ def _of_role(trainer: psutil.Popen, role: str) -> Iterator[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in sorted(trainer.children(recursive=True), key=lambda one: one.pid):
             with suppress(psutil.NoSuchProcess):
-                words = child.cmdline() or [""]
+                command_line = child.cmdline() or [""]
                 titles = ROLES[role]
-                if any(word.startswith(titles) for word in words) or words[0].endswith(titles):
+                if any(word.startswith(titles) for word in command_line) or command_line[0].endswith(titles):
                     yield child

@@ -21,7 +21,7 @@ TOKEN = "of the nemesis"
 _DELAY_SECONDS = 0.6
 _OF_A_PORT = 8
 """Strangers of each port."""
-_SAID = (
+_GREETINGS = (
     b"",
     b"GET / HTTP/1.1\r\n",
     b"POST /v1/score HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
@@ -152,5 +152,5 @@ def strangers(processes: Iterable[psutil.Process], chance: random.Random) -> lis
                         ("127.0.0.1" if host in ("::", "0.0.0.0") else host, port), 1
                     )
                     found.append(one)
-                    one.sendall(chance.choice((*_SAID, chance.randbytes(500))))
+                    one.sendall(chance.choice((*_GREETINGS, chance.randbytes(500))))
     return found

@@ -63,7 +63,7 @@ def trainer_server() -> ForkServer | None:
 
 
 def start_trainer(
-    words: list[str],
+    arguments: list[str],
     folder: Path,
     shim: Path,
     log: Path,
@@ -76,12 +76,12 @@ def start_trainer(
     with log.open("wb") as sink:
         if server is not None and _ready(server):
             try:
-                child = server.start("disturbed", [*words, "--quiet"], env, sink.fileno(), None)
+                child = server.start("disturbed", [*arguments, "--quiet"], env, sink.fileno(), None)
                 return ForkedTrainer(child)
             except OSError:
                 trainer_server.cache_clear()  # it did not answer, and has been ended
         return psutil.Popen(
-            [sys.executable, "-m", "understudy.cli.main", *words, "--quiet"],
+            [sys.executable, "-m", "understudy.cli.main", *arguments, "--quiet"],
             env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

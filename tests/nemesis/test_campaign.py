@@ -69,12 +69,12 @@ def test_a_summary_counts_faults_modes_violations_and_errors() -> None:
         {"seed": 1, "mode": "lora", **FINE, "violations": ["a row was lost"]},
         {"seed": 2, "mode": "lora", "error": "ConnectionError: reset"},
     ]
-    said = summary(results)
-    assert "2 schedules, 4 faults that hit (2.0 a schedule), 4 launches, 0.0 h" in said
-    assert "1 schedules with violations, 1 that could not be carried out" in said
-    assert "| kill replica | 2 |" in said and "| sync full | 1 |" in said
-    assert "seed 1 (lora): a row was lost" in said and "seed 2 (lora): ConnectionError: reset" in said
-    assert "below 97.47 %" in said
+    text = summary(results)
+    assert "2 schedules, 4 faults that hit (2.0 a schedule), 4 launches, 0.0 h" in text
+    assert "1 schedules with violations, 1 that could not be carried out" in text
+    assert "| kill replica | 2 |" in text and "| sync full | 1 |" in text
+    assert "seed 1 (lora): a row was lost" in text and "seed 2 (lora): ConnectionError: reset" in text
+    assert "below 97.47 %" in text
 
 
 def test_the_bound_is_clopper_and_pearsons() -> None:

@@ -56,7 +56,7 @@ def test_a_right_history_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"events": [*good().events, Event("trained", "b", 1, 2)]}, "settled 2 times"),
         ({"events": [*good().events, Event("issued", "a", 1, 2)]}, "issued 2 times"),
@@ -93,9 +93,9 @@ def test_a_right_history_is_accepted() -> None:
         ({"launches": [Launch(2, (UNREACHED,), "error: bad recipe"), Launch(0, ())]}, "launch 1 ended with 2"),
     ],
 )  # fmt: skip
-def test_each_wrong_history_is_found(change: dict[str, Any], said: str) -> None:
+def test_each_wrong_history_is_found(change: dict[str, Any], message: str) -> None:
     found = violations(replace(good(), **change), good(), PROMISE)
-    assert any(said in one for one in found), found
+    assert any(message in one for one in found), found
 
 
 def test_other_rows_are_found_without_bits() -> None:
@@ -111,8 +111,8 @@ def test_other_rows_are_found_without_bits() -> None:
 
 
 def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
-    said = "could not save the checkpoint of step 4: … cannot be flushed: [Errno 5] Input/output error"
-    launches = [Launch(2, (DISK,), said), Launch(0, ())]
+    message = "could not save the checkpoint of step 4: … cannot be flushed: [Errno 5] Input/output error"
+    launches = [Launch(2, (DISK,), message), Launch(0, ())]
     assert violations(replace(good(), launches=launches), good(), PROMISE) == []
     launches = [Launch(2, (DISK,), "error: no such teacher"), Launch(0, ())]
     assert any(
@@ -121,18 +121,18 @@ def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
 
 
 def test_a_launch_without_memory_may_end_if_it_says_so() -> None:
-    for said, wrong in (("the trainer is out of memory", False), ("error: unexpected", True)):
-        launches = [Launch(2, (NO_MEMORY,), said), Launch(0, ())]
+    for message, wrong in (("the trainer is out of memory", False), ("error: unexpected", True)):
+        launches = [Launch(2, (NO_MEMORY,), message), Launch(0, ())]
         found = violations(replace(good(), launches=launches), good(), PROMISE)
         assert bool(found) is wrong, found
 
 
 def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_and_without_a_stack() -> None:
-    said = "error: out of memory on this machine; stop other programs (process teacher-add-0 ended with code 2; log: …)"
+    message = "error: out of memory on this machine; stop other programs (process teacher-add-0 ended with code 2; log: …)"
     for faults, output, wrong in (
-        (("no memory replica",), said, False),
-        (("no memory replica",), f"Traceback (most recent call last)\n{said}", True),
-        (("no memory replica",), "error: unexpected", True), (("kill replica",), said, True),
+        (("no memory replica",), message, False),
+        (("no memory replica",), f"Traceback (most recent call last)\n{message}", True),
+        (("no memory replica",), "error: unexpected", True), (("kill replica",), message, True),
     ):  # fmt: skip
         launches = [Launch(2, faults, output), Launch(0, ())]
         assert bool(violations(replace(good(), launches=launches), good(), PROMISE)) is wrong, output
@@ -143,12 +143,12 @@ def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_an
 
 
 def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoints() -> None:
-    said = "rank 1 was killed by SIGKILL; `understudy resume` goes on from the last checkpoint"
+    message = "rank 1 was killed by SIGKILL; `understudy resume` goes on from the last checkpoint"
     for faults, wrong in (
         (("kill rank", "kill rank"), False), ((AT_START, "terminate critic"), False),
         (("kill rank",), True), (("kill rank", "kill replica"), True),
     ):  # fmt: skip
-        launches = [Launch(2, faults, said), Launch(0, ())]
+        launches = [Launch(2, faults, message), Launch(0, ())]
         assert bool(violations(replace(good(), launches=launches), good(), PROMISE)) is wrong, faults
 
 
@@ -161,20 +161,20 @@ def test_a_session_whose_worker_is_lost_three_times_may_be_a_dead_letter() -> No
 
 
 def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:
-    for said in (
+    for message in (
         "process teacher-add-0 ended with code 2",
         "process teacher-add-0 was killed by SIGKILL",
         "Ray (on this machine) cannot be used: timed out",
     ):
-        launches = [Launch(2, (AT_START,), said), Launch(0, ())]
+        launches = [Launch(2, (AT_START,), message), Launch(0, ())]
         assert violations(replace(good(), launches=launches), good(), PROMISE) == []
 
 
 def test_a_launch_that_loses_the_machine_of_its_own_ray_may_end_with_its_name_and_may_not_wait() -> None:
-    said = "error: machine 127.0.0.1/b850c1, the only one of the run's own Ray, is lost: its raylet ended with code -9"
+    message = "error: machine 127.0.0.1/b850c1, the only one of the run's own Ray, is lost: its raylet ended with code -9"
     for launch, found in (
-        (Launch(2, ("kill node",), said), 0), (Launch(2, (AT_START,), said), 0), (Launch(2, ("kill node",), "error: lost"), 1),
-        (Launch(2, ("kill replica",), said), 1), (Launch(-9, ("kill node", GIVEN_UP_ON)), 1),
+        (Launch(2, ("kill node",), message), 0), (Launch(2, (AT_START,), message), 0), (Launch(2, ("kill node",), "error: lost"), 1),
+        (Launch(2, ("kill replica",), message), 1), (Launch(-9, ("kill node", GIVEN_UP_ON)), 1),
         (Launch(-9, ("kill", GIVEN_UP_ON)), 1),
     ):  # fmt: skip
         launches = [launch, Launch(0, ())]

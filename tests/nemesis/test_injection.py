@@ -148,8 +148,8 @@ asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
     env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
     command = [sys.executable, "-c", code, str(tmp_path / "plane"), f"{flag}.full"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    told, rows = done.stdout.splitlines() or [done.stderr, ""]
-    assert "journal.sqlite cannot be written: database or disk is full" in told, done
+    message, rows = done.stdout.splitlines() or [done.stderr, ""]
+    assert "journal.sqlite cannot be written: database or disk is full" in message, done
     assert rows == "['a_0_0']", done
 
 
@@ -171,8 +171,8 @@ for _ in range(2):
     env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
     command = [sys.executable, "-c", code, str(tmp_path / "journal.sqlite"), str(flag)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    told, then = done.stdout.splitlines() or [done.stderr, ""]
-    assert "journal.sqlite cannot be written: disk I/O error; free space or mend the disk" in told, done
+    message, then = done.stdout.splitlines() or [done.stderr, ""]
+    assert "journal.sqlite cannot be written: disk I/O error; free space or mend the disk" in message, done
     assert then == "[(0,)]", done
 
 

@@ -30,7 +30,7 @@ BUGS = {
         'system.producer.cursor.restore(checkpoint.extra["cursor"])', "pass",
     ),
     "a resume begins with an empty optimizer": one(
-        "sync full", "policy/policy.py", "self.optimizer.load_state(optimizer)", "pass",
+        "sync full", "policy/student_weights.py", "self._optimizer.load_state(own)", "pass",
     ),
     "seeds of samples depend on the process": one(
         "sync full", "trainers/produce/session.py", "derive_seed(producer.settings.seed,",
@@ -55,7 +55,7 @@ LATE = (
 NEEDING = {
     "a damaged body is taken": one(
         "proxy between processes", "serving/checksum.py",
-        "return told is not None and told != checksum(body)", "return False", "damage",
+        "return expected is not None and expected != checksum(body)", "return False", "damage",
     ),
     "a broken connection fails its request": one(
         EXTERNAL, POOL, "if final and attempts.bad >= self.options.max_bad_attempts:",
@@ -166,10 +166,10 @@ def test_the_nemesis_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     bug, out = {**BUGS, **NEEDING}[name], str(tmp_path / "out.jsonl")
     if bug.finder.startswith("ray"):
         pytest.importorskip("ray")
-    words = [
+    arguments = [
         str(CAMPAIGN), "--mode", bug.finder, "--seeds", f"0:{SEEDS}", "--only", bug.only, "--out", out, "--first", "--shrink", "0",
         "--most", "6" if not bug.only or bug.only in MANY else "2",
     ]  # fmt: skip
-    seeds = seeds_until_found(words, bug, tmp_path)
+    seeds = seeds_until_found(arguments, bug, tmp_path)
     assert 1 <= seeds <= SEEDS
     print(f"{name}: {seeds} seeds")

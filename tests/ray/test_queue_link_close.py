@@ -26,7 +26,7 @@ class MuteController:
         self.ports = {
             name: socket.bind_to_random_port("tcp://127.0.0.1") for name, socket in self._sockets.items()
         }
-        self.heard = 0
+        self.received = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -34,8 +34,8 @@ class MuteController:
     @property
     def address(self) -> QueueAddress:
         ports = {"handshake_socket": self.ports["handshake"], "request_handle_socket": self.ports["requests"]}
-        told = {"role": "TransferQueueController", "id": "mute", "ip": "127.0.0.1", "ports": ports}
-        return QueueAddress(told, ())
+        controller = {"role": "TransferQueueController", "id": "mute", "ip": "127.0.0.1", "ports": ports}
+        return QueueAddress(controller, ())
 
     def _listen(self) -> None:
         poller = zmq.Poller()
@@ -49,7 +49,7 @@ class MuteController:
                 self._sockets["handshake"].send_multipart([who, *yes])
             if self._sockets["requests"] in ready:
                 self._sockets["requests"].recv_multipart()
-                self.heard += 1
+                self.received += 1
         self._context.destroy(linger=0)
 
     def close(self) -> None:
@@ -64,10 +64,10 @@ def controller() -> Iterator[MuteController]:
     made.close()
 
 
-def until_heard(controller: MuteController, requests: int) -> None:
+def until_received(controller: MuteController, requests: int) -> None:
     deadline = time.monotonic() + 20
-    while controller.heard < requests:
-        assert time.monotonic() < deadline, f"{controller.heard} of {requests} requests arrived"
+    while controller.received < requests:
+        assert time.monotonic() < deadline, f"{controller.received} of {requests} requests arrived"
         time.sleep(0.02)
 
 
@@ -95,7 +95,7 @@ def test_whoever_waits_on_other_threads_is_told_at_once(controller: MuteControll
         lambda: asyncio.run(link.get("train", ["a", "b"], ["tokens", "scores"], marks)),
     ]
     waiting = [in_a_thread(call) for call in calls]
-    until_heard(controller, 4)
+    until_received(controller, 4)
     began = time.monotonic()
     link.close()
     for one in waiting:
@@ -116,7 +116,7 @@ def test_a_caller_that_is_cancelled_meanwhile_stays_cancelled(controller: MuteCo
             async with asyncio.timeout(0.2):
                 await link.keys("train")
         asking = asyncio.create_task(link.keys("train"))
-        await asyncio.to_thread(until_heard, controller, 2)
+        await asyncio.to_thread(until_received, controller, 2)
         asking.cancel()
         link.close()
         with pytest.raises(asyncio.CancelledError):
@@ -141,7 +141,7 @@ def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) 
         asyncio.run(whole())
 
     waiting = [in_a_thread(ask_on) for _ in range(8)]
-    until_heard(controller, 20)
+    until_received(controller, 20)
     link.close()
     for one in waiting:
         with pytest.raises(DataPlaneError, match="closed"):

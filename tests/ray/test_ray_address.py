@@ -81,16 +81,16 @@ def _children_seconds() -> float:
 
 
 @pytest.mark.parametrize(
-    ("greeting", "words"),
+    ("greeting", "message"),
     [
         (b"", "not the head of a Ray cluster"),
         (b"HTTP/1.1 400 Bad Request\r\n", "not the head of a Ray cluster"),
     ],
     ids=["says nothing", "another service"],
 )
-def test_a_port_of_something_else_is_told_in_seconds(greeting: bytes, words: str) -> None:
+def test_a_port_of_something_else_is_told_in_seconds(greeting: bytes, message: str) -> None:
     began = time.monotonic()
-    with listener(greeting) as port, pytest.raises(ClusterError, match=words):
+    with listener(greeting) as port, pytest.raises(ClusterError, match=message):
         require_answer(f"127.0.0.1:{port}", seconds=1.0)
     assert time.monotonic() - began < 5
 
@@ -128,15 +128,15 @@ def test_a_lookup_that_hangs_is_left_behind_in_a_thread_that_ends_with_the_proce
 
 
 @pytest.mark.parametrize(
-    ("address", "words"),
+    ("address", "message"),
     [
         ("ray://10.0.0.1:10001", "run the command on one"),
         ("10.0.0.1", "expected HOST:PORT or 'auto'"),
         ("10.0.0.1:head", "expected HOST:PORT or 'auto'"),
     ],
 )
-def test_addresses_of_another_form_are_refused_at_once(address: str, words: str) -> None:
-    with pytest.raises(ClusterError, match=words):
+def test_addresses_of_another_form_are_refused_at_once(address: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
         require_answer(address)
 
 

@@ -68,8 +68,8 @@ def test_a_critic_in_a_pool_of_its_own_learns_to_the_bit_what_it_learns_inside(
         )
         assert one == other, "the checkpoint too"
     (pid,) = critics(there.dir / "logs" / "trainer.log")
-    said = (there.dir / "logs" / "critic.log").read_text()
-    assert "the critic answers at http://" in said, "its log is in the run directory"
+    log_text = (there.dir / "logs" / "critic.log").read_text()
+    assert "the critic answers at http://" in log_text, "its log is in the run directory"
     assert not psutil.pid_exists(pid)
 
 

@@ -81,12 +81,12 @@ def test_a_run_outlives_the_node_of_an_engine(cluster: Any, tmp_path: Path) -> N
     steps = len(figures(tmp_path / "run"))
     report = audit(tmp_path / "run" / "dataplane")
     assert (report.trained, report.dead) == (8 * steps, 0) and report.balanced, output[-3000:]
-    said = log.read_text()
-    assert "engine process lost: replica-0" in said and pids_of(said)["rollout-0"] != lost
-    assert "weights of version 3: 2 of 2" in said and f"weights of version {steps}: 2 of 2" in said
+    log_text = log.read_text()
+    assert "engine process lost: replica-0" in log_text and pids_of(log_text)["rollout-0"] != lost
+    assert "weights of version 3: 2 of 2" in log_text and f"weights of version {steps}: 2 of 2" in log_text
     undisturbed = understudy.train(recipe(tmp_path / "whole", steps=steps), progress=False)
     assert figures(tmp_path / "run") == figures(undisturbed.dir), "a death changes no bit"
-    assert not any(psutil.pid_exists(pid) for pid in pids_of(said).values())
+    assert not any(psutil.pid_exists(pid) for pid in pids_of(log_text).values())
 
 
 def test_a_run_whose_last_engine_lost_its_node_waits_or_ends_with_the_reason(

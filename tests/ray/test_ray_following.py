@@ -34,8 +34,12 @@ def test_an_end_is_seen_although_the_log_cannot_be_written(
             assert short.process.returncode == 7
             await until(lambda: not tolerant.alive, within=30)
             assert tolerant.process.returncode == 7
-            said = for_a_while.read_text()
-            assert said.startswith("hello from ") and said.endswith("goodbye\n") and said.count("\n") == 2
+            log_text = for_a_while.read_text()
+            assert (
+                log_text.startswith("hello from ")
+                and log_text.endswith("goodbye\n")
+                and log_text.count("\n") == 2
+            )
         finally:
             await processes.close()
 
@@ -45,8 +49,8 @@ def test_an_end_is_seen_although_the_log_cannot_be_written(
 
 def folder_of(pid: int) -> Path:
     """Of its supervisor: there lies its ready file."""
-    words = psutil.Process(pid).cmdline()
-    return Path(words[words.index("--ready-file") + 1]).parent
+    command_line = psutil.Process(pid).cmdline()
+    return Path(command_line[command_line.index("--ready-file") + 1]).parent
 
 
 def test_what_a_killed_supervisor_left_is_swept_by_the_next(cluster: Any, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ HERE, THERE = "10.231.77.1", "10.231.77.2"
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--object-store-memory={STORE}"]
 
 
-def sudo(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else f"{' '.join(words)}: {done.stderr.strip()}"
+def sudo(*arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else f"{' '.join(arguments)}: {done.stderr.strip()}"
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_every_role_works_across_networks_and_the_figures_stay(
         "--num-cpus=0",
         "--include-dashboard=false",
     ]
-    words = " ".join([*RAY, f"--address={address}", f"--node-ip-address={THERE}", "--num-cpus=3"])
-    apart = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none /dev/shm && exec {words}"]
+    command = " ".join([*RAY, f"--address={address}", f"--node-ip-address={THERE}", "--num-cpus=3"])
+    apart = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none /dev/shm && exec {command}"]
     table = recipe(
         tmp_path / "run",
         rollout={"processes": 1, "workers": 1},

@@ -54,9 +54,9 @@ def node_of(cluster: Any, pid: int) -> Any:
     raise AssertionError(f"no node owns process {pid}")
 
 
-async def until(said: Any, within: float = 90.0) -> None:
+async def until(condition: Any, within: float = 90.0) -> None:
     deadline = time.monotonic() + within
-    while not said():
+    while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
 
@@ -146,9 +146,9 @@ def test_the_childs_own_words_come_first_and_an_end_is_told(cluster: Any, tmp_pa
         try:
             with pytest.raises(ChildDied) as caught:
                 await processes.start("crew-0", "node_child", ["--fail", "the model folder is empty"])
-            words = str(caught.value)
-            assert "ValueError: the model folder is empty" in words and "RayTaskError" not in words
-            assert words.index("ValueError") < words.index("ended with code")
+            message = str(caught.value)
+            assert "ValueError: the model folder is empty" in message and "RayTaskError" not in message
+            assert message.index("ValueError") < message.index("ended with code")
             assert "the model folder is empty" in (tmp_path / "crew-0.log").read_text()
 
             short = await processes.start("crew-1", "node_child", ["--leave-after", "0.5"])

@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 from understudy.assembly.learner import load_source
-from understudy.cluster.local import LocalProcesses
+from understudy.assembly.prepare import Launch
 from understudy.cluster.placement import DeviceKind
 from understudy.engines.hosted.client import HostChannel
 from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
-from understudy.observability.rundir import RunDir
 from understudy.planning.resolved import CriticSettings, ModelSource
 from understudy.planning.seating import CRITIC, Seating
 from understudy.policy.critic import give_value_head
@@ -27,7 +24,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.reference import ReferenceModel
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.serving.endpoint import Endpoint, Traffic
-from understudy.trainers.critic.local import Critic
+from understudy.trainers.critic.local import Critic, ValueModel
 from understudy.trainers.critic.remote import CriticWatch, RemoteCritic
 from understudy.trainers.models import resolve_device
 from understudy.types.usable_ids import UsableIds
@@ -35,21 +32,28 @@ from understudy.types.usable_ids import UsableIds
 MODULE = "understudy.assembly.processes.critic"
 
 
+def start_critic(launch: Launch, settings: CriticSettings | None) -> StartingCritic | None:
+    """Starts the critic's process, if it has one. It loads the critic while the other parts of the run start."""
+    return StartingCritic(launch, settings) if settings is not None and settings.own_process else None
+
+
+async def open_critic(
+    launch: Launch, settings: CriticSettings | None, starting: StartingCritic | None, on_bad_rows: BadRows
+) -> ValueModel | None:
+    """The critic in its own process (`starting`), or in this process; None if the recipe has none."""
+    if starting is not None:
+        return await starting.ready(on_bad_rows, launch.view)
+    return None if settings is None else await asyncio.to_thread(critic_of, settings, on_bad_rows)
+
+
 class StartingCritic:
     """A critic's process that starts while the run starts its other parts. Created and awaited on the event
     loop."""
 
-    def __init__(
-        self,
-        settings: CriticSettings,
-        run: RunDir,
-        processes: LocalProcesses,
-        seating: Seating,
-        gpu_names: Sequence[str],
-        stack: AsyncExitStack,
-    ) -> None:
+    def __init__(self, launch: Launch, settings: CriticSettings) -> None:
+        processes, seating, stack = launch.processes, launch.seating, launch.stack
         self._settings, self._processes, self._stack = settings, processes, stack
-        gpus = [gpu_names[index] for index in seating.gpus(CRITIC, 0)]
+        gpus = [launch.gpus[index] for index in seating.gpus(CRITIC, 0)]
         device = "cuda:0" if gpus else _device_without_seat(settings, seating)
         threads = str(settings.process_threads or os.cpu_count() or 1)
         self._token = secrets.token_urlsafe(24)
@@ -57,7 +61,7 @@ class StartingCritic:
         env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        arguments = ["--run", str(run.path), "--device", device, "--bind", "127.0.0.1:0"]
+        arguments = ["--run", str(launch.run.path), "--device", device, "--bind", "127.0.0.1:0"]
         self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
         stack.push_async_callback(self._end)
 

@@ -60,18 +60,27 @@ class HostSettings:
         return HOST_MODULE if self.base is None else SCORING_MODULE
 
     def arguments(self, weights: str) -> list[str]:
-        words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
-        words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
-        words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
-        words += ["--kv-cache", self.kv_format.value]
+        arguments = [
+            "--model",
+            self.model,
+            "--dtype",
+            self.dtype,
+            "--device",
+            self.device,
+            "--weights",
+            weights,
+        ]
+        arguments += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
+        arguments += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
+        arguments += ["--kv-cache", self.kv_format.value]
         # On a remote machine the launcher replaces 127.0.0.1 by that machine's own address.
-        words += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
-        words += ["--deterministic"] if self.deterministic else []
-        words += ["--trust-remote-code"] if self.trust_remote_code else []
-        words += ["--attention", self.attention] if self.attention != AUTO else []
-        words += ["--media", self.media] if self.media else []
-        words += [] if self.base is None else ["--base", msgspec.json.encode(self.base).decode()]
-        return words + (["--revision", self.revision] if self.revision else [])
+        arguments += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
+        arguments += ["--deterministic"] if self.deterministic else []
+        arguments += ["--trust-remote-code"] if self.trust_remote_code else []
+        arguments += ["--attention", self.attention] if self.attention != AUTO else []
+        arguments += ["--media", self.media] if self.media else []
+        arguments += [] if self.base is None else ["--base", msgspec.json.encode(self.base).decode()]
+        return arguments + (["--revision", self.revision] if self.revision else [])
 
 
 async def start_hosts(

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from understudy.assembly.engine_processes import hosts_of
+from understudy.config import DataConfig
 from understudy.engines.base import Engine, Sampling
 from understudy.engines.launcher import HostLauncher
 from understudy.engines.local.engine import HFEngine
@@ -39,8 +40,11 @@ from understudy.planning.preflight import endpoints_of, vllm_python
 from understudy.planning.resolved import EngineSettings
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
+from understudy.rollout.render import Renderer
+from understudy.rollout.row_length import longest_row, prompts_of
 from understudy.serving.supervisor import Restarts
 from understudy.trainers.models import LoadedModel
+from understudy.trainers.prompt_data import PromptData
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import (
     CopiedWeights,
@@ -76,6 +80,31 @@ def sampling_of(settings: EngineSettings, student: LoadedModel, usable: UsableId
         usable=cut,
         head_rows=rows if cut is not None else 0,
     )
+
+
+def renderer_of(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
+    """Writes prompts for the student."""
+    return Renderer(
+        student.tokenizer,
+        context=context_of(settings, student),
+        reserve=settings.rollout.max_new_tokens,
+        template_options=settings.rollout.for_templates,
+        max_prompt=data.max_prompt_tokens,
+        truncate=data.overlong == "truncate_left",
+        pictures=student.pictures,
+    )
+
+
+def longest_request(
+    settings: EngineSettings, data: DataConfig, student: LoadedModel, rows: PromptData
+) -> int | None:
+    """Tokens of the longest row that the engine writes. Only for a student on a GPU, where an engine reserves keys and values
+    for `rollout.max_batch` rows: of 32,768 tokens each they need more than a GPU has. None: not known, or not needed."""
+    rollout = settings.rollout
+    if rollout.context_length is not None or student.device.type == "cpu" or student.pictures is not None:
+        return None
+    renderer = renderer_of(settings, data, student)
+    return longest_row(renderer, prompts_of(rows.train, rows.eval), rollout.agent, rollout.max_new_tokens)
 
 
 async def open_engine(
@@ -128,7 +157,7 @@ async def _remote(
         snapshots.mkdir(parents=True, exist_ok=True)
     if rollout.starts_servers:
         view.phase(f"starting {rollout.replicas} vLLM server(s)")
-        # A restarted server on the trainer's GPU may read the trained tensors if they are at rest then.
+        # A restarted server on the trainer's GPU may read the trained tensors if no update changes them then.
         at_hand = settings.shares_tensors and settings.beside_trainer
         handover = GpuHandover() if at_hand and student.device.type == "cuda" else None
         return await start_vllm(

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 import torch
 
+from understudy.assembly.prepare import Launch
+from understudy.assembly.ranks import start_ranks
 from understudy.config import LossConfig
 from understudy.dataplane.base import DataPlane
 from understudy.losses.objective import Objective
@@ -17,7 +19,7 @@ from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
-from understudy.policy.step import PolicySettings
+from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.models import LoadedModel, load_model
 from understudy.trainers.remote_rows.batches import RemoteBatches
@@ -72,6 +74,22 @@ def _lora_settings(settings: LearnSettings) -> LoraSettings | None:
     if lora is None:
         return None
     return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), seed=settings.seed)
+
+
+async def open_policy(
+    launch: Launch,
+    settings: LearnSettings,
+    student: LoadedModel,
+    usable: UsableIds | None,
+    on_bad_rows: BadRows,
+) -> Policy | LeadingPolicy:
+    """The student that is trained, in this process or over `trainer.ranks` processes."""
+    own, ranks = policy_settings(settings, usable), settings.trainer.ranks
+    if ranks == 1:
+        return Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
+    return await start_ranks(
+        ranks, launch.run, launch.processes, student, own, on_bad_rows, launch.stack, launch.view
+    )
 
 
 async def batches_of(

@@ -6,8 +6,8 @@
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-A rank that dies or stands still is detected by `serving/supervisor.py`, by the marks that it leaves in the coordination
-folder (`mark_file`). A rank that refuses a command says so in a file there (`refusal_file`), and the command fails.
+`serving/supervisor.py` detects a rank that exits or hangs, by its heartbeat file in the coordination folder
+(`mark_file`). A rank that refuses a command writes the reason to a file there (`refusal_file`), and the command fails.
 `run/restarts.py` decides what the run does after `RankLost`.
 """
 

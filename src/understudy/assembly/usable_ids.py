@@ -73,8 +73,8 @@ async def find_usable_ids(
     if problems := [problem for side in known for problem in pair_problems(own, side)]:
         raise ConfigError(problems)
     for side in known:
-        for words in pair_notes(own, side):
-            note(words)
+        for message in pair_notes(own, side):
+            note(message)
     usable = usable_ids(own, known) if own.tokens else None
     if student.pictures is not None:
         placeholders = student.pictures.processor.placeholder_ids
@@ -135,8 +135,12 @@ def keep_usable_ids(run: RunDir, usable: UsableIds | None) -> None:
     if usable is None:
         path.unlink(missing_ok=True)
     else:
-        told = {"limit": usable.limit, "holes": list(usable.holes), "placeholders": list(usable.placeholders)}
-        write_atomically(path, json.dumps(told) + "\n")
+        stored = {
+            "limit": usable.limit,
+            "holes": list(usable.holes),
+            "placeholders": list(usable.placeholders),
+        }
+        write_atomically(path, json.dumps(stored) + "\n")
 
 
 def kept_usable_ids(run: RunDir) -> UsableIds | None:

@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(words: list[str]) -> int:
-    parser = _parser(words)
-    options = _parsed(parser, words)
+def _run(arguments: list[str]) -> int:
+    parser = _parser(arguments)
+    options = _parsed(parser, arguments)
     if not hasattr(options, "run_command"):
         parser.print_help()
         return 2
@@ -127,7 +127,7 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
     options, left = parser.parse_known_args(arguments)
     if left and (not hasattr(options, "overrides") or any(word.startswith("-") for word in left)):
         own: Parser = getattr(options, "own_parser", parser)
-        own.unknown_words(left, takes_keys=hasattr(options, "overrides"))
+        own.unknown_arguments(left, takes_keys=hasattr(options, "overrides"))
     if left:
         options.overrides = [*options.overrides, *left]
     return options
@@ -142,13 +142,13 @@ def _say(error: UnderstudyError) -> None:
         console.print(f"{len(problems)} problems", style="dim")
 
 
-def _parser(words: Sequence[str] = ()) -> Parser:
-    """The parser of the command that `words` begin with; of all commands if they name none.
+def _parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser of the command that `arguments` begin with; of all commands if they name none.
 
     With one command named, no other command is imported: `understudy quickstart` prints something before it
     has loaded what it needs.
     """
-    named = next((word for word in words if not word.startswith("-")), "")
+    named = next((word for word in arguments if not word.startswith("-")), "")
     parser = Parser(prog="understudy", description="On-policy distillation of language models.")
     parser.add_argument("--version", action="version", version=f"understudy {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")

@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         from understudy.config.base import nearest
 
         if missing := _MISSING.fullmatch(message):
-            told = {str(action.metavar or action.dest): action.help or "" for action in self._actions}
-            names = [_explained(name, told.get(name, "")) for name in missing[1].split(", ")]
+            helps = {str(action.metavar or action.dest): action.help or "" for action in self._actions}
+            names = [_explained(name, helps.get(name, "")) for name in missing[1].split(", ")]
             message = f"{self.prog} needs {' and '.join(names)}"
         elif unknown := _UNKNOWN.fullmatch(message):
             what, word, choices = unknown.groups()
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         sys.stderr.write("\n".join(lines) + "\n")
         raise SystemExit(2)
 
-    def unknown_words(self, words: Sequence[str], takes_keys: bool) -> NoReturn:
+    def unknown_arguments(self, arguments: Sequence[str], takes_keys: bool) -> NoReturn:
         """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag
         (`--learning_rate 1e-5`)."""
         from understudy.config.base import nearest
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hints = []
-        for word in words:
+        for word in arguments:
             name, _, value = word.partition("=")
             key = name.strip("-")
             if not name.startswith("--"):
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
             elif takes_keys:
                 answer = unknown_key(RecipeTables, key.split("."), None)[0].partition("; ")[2]
                 hints.append(f"settings are written key=value, without dashes; `{key}`: {answer}")
-        self.error("; ".join([f"unrecognized arguments: {' '.join(words)}", *hints]))
+        self.error("; ".join([f"unrecognized arguments: {' '.join(arguments)}", *hints]))
 
 
 def _explained(name: str, help: str) -> str:

@@ -24,9 +24,9 @@ def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev
 
 def gpu_memory() -> list[int]:
     """Bytes of each GPU of this machine, by nvidia-smi; empty without it."""
-    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [int(line) << 20 for line in found.stdout.split() if line.isdigit()]

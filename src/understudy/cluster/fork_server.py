@@ -86,7 +86,7 @@ class ForkServer:
     def ready(self) -> bool:
         """Whether it accepts jobs: False while it imports, and after it has ended."""
         with self._lock:
-            self._hear()
+            self._receive()
             return self._ready and not self._ended
 
     def takes(self, environment: Mapping[str, str]) -> bool:
@@ -114,7 +114,7 @@ class ForkServer:
         with self._lock:
             socket.send_fds(self._line, [message], [log] if pipe is None else [log, pipe])
             deadline = time.monotonic() + _ANSWER_SECONDS
-            while (pid := self._hear()) is None:
+            while (pid := self._receive()) is None:
                 if self._ended or time.monotonic() > deadline:
                     self._let_go()
                     self._process.kill()  # a late fork would be a child that we do not know of
@@ -126,7 +126,7 @@ class ForkServer:
     def code_of(self, child: _Forked) -> int | None:
         """A child's exit code; None while it lives."""
         with self._lock:
-            self._hear()
+            self._receive()
             code = self._codes.pop(child.pid, None)
             if code is not None:
                 self._say({"bury": child.pid})
@@ -152,7 +152,7 @@ class ForkServer:
         with suppress(OSError):
             self._line.send(json.dumps(message).encode())
 
-    def _hear(self) -> int | None:
+    def _receive(self) -> int | None:
         """Reads pending messages up to the pid of a new child, which it returns; None if there is no such
         message."""
         while not self._ended:
@@ -169,13 +169,13 @@ class ForkServer:
                         _END_SECONDS
                     )  # its socket is closed a moment before it can be waited for
                 return None
-            told = json.loads(message)
-            if "pid" in told:
-                return int(told["pid"])
-            if "gone" in told:
-                self._codes[told["gone"]] = told["code"]
+            report = json.loads(message)
+            if "pid" in report:
+                return int(report["pid"])
+            if "gone" in report:
+                self._codes[report["gone"]] = report["code"]
             else:
-                self._ready, self._ended = told["ready"], not told["ready"]
+                self._ready, self._ended = report["ready"], not report["ready"]
         return None
 
 

@@ -26,8 +26,8 @@ from understudy.observability.forks import only_here
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
-_LAST_WORDS = 12
-_LAST_WORDS_BYTES = 1 << 16
+_LAST_LINES = 12
+_LAST_BYTES = 1 << 16
 _STACKS = "Fatal Python error: "
 _END_OF_STACKS = ("Extension modules: ", "  File ")
 """How the output of Python's faulthandler begins, and how its last line does (`serving/process.py`)."""
@@ -60,16 +60,16 @@ class Child:
     def exit_report(self, who: str) -> str:
         """How the process ended: its exit code or signal, and its last log line."""
         code, lines = self.exit_code or 0, _last_lines(self.log, self.log_start)
-        words = lines[-1].strip() if lines else "it said nothing"
-        if code < 0 and self.remote and words.startswith(SUPERVISOR_GONE):
-            return f"{who} went with its machine {words}; log: {self.log}"
+        last_line = lines[-1].strip() if lines else "it said nothing"
+        if code < 0 and self.remote and last_line.startswith(SUPERVISOR_GONE):
+            return f"{who} went with its machine {last_line}; log: {self.log}"
         if code < 0:
             number = signal.Signals(-code)
             why = "out of memory, or by a user or another process"
             if number in _CRASHES:
                 why = "a crash in native code; the log has its stack"
             return f"{who} was killed by {number.name} ({why}); log: {self.log}"
-        return f"{words} ({who} ended with code {code}; log: {self.log})"
+        return f"{last_line} ({who} ended with code {code}; log: {self.log})"
 
 
 class LocalProcesses:
@@ -175,11 +175,11 @@ class LocalProcesses:
             if not child.alive:
                 code = child.exit_code or 0
                 if code < 0 and -code not in _CRASHES:
-                    told = child.exit_report(f"process {child.name}")
+                    reason = child.exit_report(f"process {child.name}")
                 else:
-                    words = _end_of_log(child.log, child.log_start)
-                    told = f"{words}\n(process {child.name} ended with code {code}; log: {child.log})"
-                died = ChildDied(told)
+                    output = _end_of_log(child.log, child.log_start)
+                    reason = f"{output}\n(process {child.name} ended with code {code}; log: {child.log})"
+                died = ChildDied(reason)
                 died.killed = code < 0
                 raise died
             if time.monotonic() > deadline:
@@ -238,16 +238,16 @@ def _end_of_log(log: Path, start: int) -> str:
     """The child's own error: its last log lines from byte `start` on. If they are the stacks of a crash in native
     code, their beginning, where the thread is that crashed."""
     lines = _last_lines(log, start)
-    first = len(lines) - _LAST_WORDS
+    first = len(lines) - _LAST_LINES
     if lines and lines[-1].startswith(_END_OF_STACKS):
         first = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=first)
-    words = "\n".join(lines[max(first, 0) :][:_LAST_WORDS])
-    return words.removeprefix("error: ") or "(it said nothing)"  # our own error begins with it
+    output = "\n".join(lines[max(first, 0) :][:_LAST_LINES])
+    return output.removeprefix("error: ") or "(it said nothing)"  # our own error begins with it
 
 
 def _last_lines(log: Path, start: int) -> list[str]:
     """Lines of the log from byte `start` on, of its last 64 kB. Empty if the log was deleted or never copied here."""
     with suppress(OSError), log.open("rb") as handle:
-        handle.seek(max(start, log.stat().st_size - _LAST_WORDS_BYTES))
+        handle.seek(max(start, log.stat().st_size - _LAST_BYTES))
         return [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
     return []

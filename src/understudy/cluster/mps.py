@@ -131,16 +131,16 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _begin(control: str, env: dict[str, str]) -> str | None:
     # The daemon would hold a pipe of ours open, so it writes to a file.
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         try:
             code = subprocess.run(
-                [control, "-d"], env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=_SECONDS, check=False
+                [control, "-d"], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=_SECONDS, check=False
             ).returncode  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{CONTROL} -d: {error}"
-        said.seek(0)
-        words = " ".join(said.read().split())
-    return f"{CONTROL} -d ended with code {code}: {words or 'it said nothing'}" if code else None
+        output.seek(0)
+        text = " ".join(output.read().split())
+    return f"{CONTROL} -d ended with code {code}: {text or 'it said nothing'}" if code else None
 
 
 def _end(control: str, folder: Path) -> None:

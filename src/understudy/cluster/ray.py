@@ -153,7 +153,7 @@ class RayProcesses(LocalProcesses):
         log_start = log.stat().st_size if log.exists() else 0
         supervisor = await self._supervisor(unit_of(name), unit_bundle)
         try:
-            told = await supervisor.start.remote(
+            reply = await supervisor.start.remote(
                 name, module, _with_device(arguments, name, unit_bundle), dict(env or {})
             )
         except ray.exceptions.RayActorError as error:
@@ -164,14 +164,14 @@ class RayProcesses(LocalProcesses):
         except asyncio.CancelledError:
             await self._dismiss(unit_of(name))
             raise
-        if "error" in told:
+        if "error" in reply:
             await self._copy_log(supervisor, name, log)
             await self._dismiss(unit_of(name))
-            kind = ChildDied if told["kind"] == "ChildDied" else ClusterError
-            raise kind(f"{told['error']}\n(on machine {told['node']}; its log is copied to {log})")
-        process = RemoteProcess(told["pid"], told["node"], told["node_id"])
+            kind = ChildDied if reply["kind"] == "ChildDied" else ClusterError
+            raise kind(f"{reply['error']}\n(on machine {reply['node']}; its log is copied to {log})")
+        process = RemoteProcess(reply["pid"], reply["node"], reply["node_id"])
         popen = cast("subprocess.Popen[bytes]", process)
-        child = Child(name, popen, log, dict(told["ready"]), log_start, remote=True)
+        child = Child(name, popen, log, dict(reply["ready"]), log_start, remote=True)
         self._remote[name] = child
         self._followers[name] = asyncio.create_task(
             self._follow(supervisor, name, process, log), name=f"follow-{name}"
@@ -251,7 +251,7 @@ class RayProcesses(LocalProcesses):
                     del self._supervisors[unit_of(name)]
                 return
             try:
-                copied, problem = _append(log, news.said), None
+                copied, problem = _append(log, news.output), None
             except OSError as error:
                 copied, problem = 0, error
             offset += copied
@@ -268,8 +268,8 @@ class RayProcesses(LocalProcesses):
     async def _copy_log(self, supervisor: Any, name: str, log: Path) -> None:
         with contextlib.suppress(ray.exceptions.RayError, OSError):
             offset = 0
-            while said := (await supervisor.follow.remote(name, offset, 0.0)).said:
-                offset += _append(log, said)
+            while output := (await supervisor.follow.remote(name, offset, 0.0)).output:
+                offset += _append(log, output)
 
     async def stop(self, name: str) -> None:
         if name not in self._remote:
@@ -316,11 +316,11 @@ class RayProcesses(LocalProcesses):
         super().kill_now()
 
 
-def _append(log: Path, said: bytes) -> int:
+def _append(log: Path, output: bytes) -> int:
     """The number of bytes written: a disk that fills up may take a part."""
     # Unbuffered: otherwise closing the file would retry what was not written.
     with log.open("ab", buffering=0) as sink:
-        return sink.write(said) if said else 0
+        return sink.write(output) if output else 0
 
 
 def _with_device(arguments: Sequence[str], name: str, unit_bundle: UnitBundle) -> list[str]:

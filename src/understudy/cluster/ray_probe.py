@@ -1,8 +1,8 @@
 """Probes whether a Ray head answers at an address, before `ray.init`, which never times out.
 
-A head speaks gRPC, so it begins each connection with an HTTP/2 SETTINGS frame. By that frame the probe tells
-a Ray head from a closed port, a silent port and another service. Each case gives an error within seconds,
-with advice.
+A head speaks gRPC, so it begins each connection with an HTTP/2 SETTINGS frame. By that frame the probe distinguishes
+a Ray head from a closed port, a port that sends nothing and another service. Each case gives an error within
+seconds, with advice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def head_of(address: str) -> tuple[str, int]:
         )
     try:
         found = services.canonicalize_bootstrap_address(address)
-    except ConnectionError:  # Ray's own message speaks of its command line
+    except ConnectionError:  # Ray's own message names options of its command line
         raise ClusterError(f"no Ray runs on this machine, and RAY_ADDRESS is not set; {_ADVICE}") from None
     except ValueError:
         found = None
@@ -93,14 +93,14 @@ def _speaks_grpc(line: socket.socket, deadline: float) -> bool:
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     line.sendall(_PREFACE)
-    heard = b""
-    while len(heard) < _FRAME_HEADER:
+    received = b""
+    while len(received) < _FRAME_HEADER:
         line.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
-            said = line.recv(_FRAME_HEADER - len(heard))
+            chunk = line.recv(_FRAME_HEADER - len(received))
         except (TimeoutError, ConnectionError):
             return False
-        if not said:
+        if not chunk:
             return False
-        heard += said
-    return heard[3] == _SETTINGS
+        received += chunk
+    return received[3] == _SETTINGS

@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.1:"
 class ProcessUpdate:
     """What `follow` returns about a process."""
 
-    said: bytes
+    output: bytes
     """Its log from the requested offset on."""
     code: int | None
     """Its exit code; None while it runs."""
@@ -75,11 +75,11 @@ class Supervisor:
         log = self._folder.path / f"{name}.log"
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
-            said = await asyncio.to_thread(_read, log, offset)
+            output = await asyncio.to_thread(_read, log, offset)
             child = self._processes.children.get(name)
             code = self._codes.get(name) if child is None else child.process.poll()
-            if said or code is not None or asyncio.get_running_loop().time() >= deadline:
-                return ProcessUpdate(said, code)
+            if output or code is not None or asyncio.get_running_loop().time() >= deadline:
+                return ProcessUpdate(output, code)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def stop(self, name: str) -> None:

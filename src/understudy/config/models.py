@@ -328,7 +328,7 @@ _OF_NATIVE_REPLICAS = ("compile", "attention", "quantize", "quantize_tolerance",
 
 def _holding(*settings: tuple[str, bool]) -> str:
     """Those of the settings that are made."""
-    return " and ".join(said for said, holds in settings if holds)
+    return " and ".join(text for text, holds in settings if holds)
 
 
 def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> None:

@@ -21,8 +21,8 @@ def recipe_schema() -> dict[str, Any]:
     """Without the rules between keys, which `understudy check` knows."""
     whole = RecipeTables.model_json_schema(schema_generator=_ForToml)
     schema = _inlined(whole, whole.pop("$defs"))
-    told = "A recipe of Understudy. `understudy check` also checks the rules between keys."
-    return {"$schema": _DRAFT, **schema, "title": "Understudy recipe", "description": told}
+    description = "A recipe of Understudy. `understudy check` also checks the rules between keys."
+    return {"$schema": _DRAFT, **schema, "title": "Understudy recipe", "description": description}
 
 
 def schema_text() -> str:

@@ -31,13 +31,13 @@ def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
     return json.dumps({"reason": redact_text(reason), "evidence": redact(dict(evidence or {}))}, default=repr)
 
 
-def kind_of_reason(told: str) -> str:
+def kind_of_reason(detail: str) -> str:
     """The reason of a `detail` without what is particular to the row: few enough values to be metric names.
 
     >>> kind_of_reason(detail("no signal: all 4 rewards are 0")), kind_of_reason(detail("its group lost p7_0_0: DataError: …"))
     ('no_signal', 'group_failed')
     """
-    reason = str(json.loads(told)["reason"])
+    reason = str(json.loads(detail)["reason"])
     if reason.startswith(GROUP_LOST):
         return "group_failed"
     return re.sub(r"\W+", "_", reason.partition(":")[0].strip().lower())[:40] or "unknown"
@@ -71,9 +71,9 @@ class DeadLetters:
             os.fsync(out.fileno())
         fresh.replace(self._file)
 
-    def append(self, partition: str, key: str, step: int, told: str) -> None:
+    def append(self, partition: str, key: str, step: int, detail: str) -> None:
         point("dead_letters.before_append")
-        self._unwritten.append(self._line(partition, key, step, told))
+        self._unwritten.append(self._line(partition, key, step, detail))
         self.flush()
 
     def flush(self) -> None:
@@ -94,5 +94,5 @@ class DeadLetters:
             logger.warning("dead letters in the ledger but not in %s yet: %d; %s", self._file, len(self._unwritten), error)  # fmt: skip
 
     @staticmethod
-    def _line(partition: str, key: str, step: int, told: str) -> str:
-        return json.dumps({"partition": partition, "key": key, "step": step, **json.loads(told)}) + "\n"
+    def _line(partition: str, key: str, step: int, detail: str) -> str:
+        return json.dumps({"partition": partition, "key": key, "step": step, **json.loads(detail)}) + "\n"

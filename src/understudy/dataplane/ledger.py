@@ -159,6 +159,6 @@ def _audit(connection: sqlite3.Connection) -> AuditReport:
             report.lost.append(name)
     report.unknown += [f"{partition}/{key}" for partition, key in flying]
     report.per_step = dict(connection.execute(_STEPS).fetchall())
-    reasons = Counter(json.loads(told)["reason"] for told, _ in connection.execute(_REASONS))
+    reasons = Counter(json.loads(detail)["reason"] for detail, _ in connection.execute(_REASONS))
     report.reasons = dict(reasons.most_common())
     return report

@@ -85,7 +85,7 @@ class Replicas:
         replica.debt = 0.0
 
     def failed(self, replica: EngineReplica, tokens: int, problem: str, wait: float = 0.0) -> None:
-        """`wait`: seconds for which the server itself asked to be left alone; that is no failure of it."""
+        """`wait`: seconds that the server itself asked to wait (`Retry-After`), which is not counted as a failure."""
         now = self._clock()
         replica.outstanding_tokens -= tokens
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now

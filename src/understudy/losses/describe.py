@@ -44,13 +44,13 @@ ESTIMATOR_TRUTH = {
 SIGNALS = ("sampled", "topk", "at_ids", "hidden")
 TAILS = ("bucket", "renormalise", "drop")
 
-SUPPORT_WORDS = {
+SUPPORT_PHRASES = {
     "topk": "the teacher's top-{k}",
     "at_ids": "the student's own top-{k}",
     "hidden": "the full vocabulary",
 }
 
-TAIL_WORDS = {
+TAIL_PHRASES = {
     "bucket": "plus one exact tail bucket",
     "renormalise": "renormalised over these ids",
     "drop": "tail dropped (verl's forward_kl_topk)",
@@ -183,11 +183,11 @@ def _describe_divergence(
         "skew_reverse_kl": f"(α = {alpha:g})",
         "mixture": f"(λ = {mixture_weight:g})",
     }.get(kind, "")
-    support = SUPPORT_WORDS[signal].format(k=topk if topk else "K")
+    support = SUPPORT_PHRASES[signal].format(k=topk if topk else "K")
     name = f"{kind}{' ' + parameter if parameter else ''} over {support}"
     notes = []
     if signal != "hidden":
-        name += f", {TAIL_WORDS[tail]}"
+        name += f", {TAIL_PHRASES[tail]}"
         if tail == "drop":
             notes.append(
                 "without a tail the sum falls below zero when the student puts all its mass on the K ids"

@@ -3,7 +3,7 @@
     {"source": "/data/a.png", "hash": "ab…", "bytes": 812, "changed_ns": 1790000000000000000}
 
 A resumed run uses the copy that it stored, whatever became of the file, so that a row has the same pictures in all
-launches. A file that was changed in between is told once per launch.
+launches. A file that was changed in between is reported once per launch.
 """
 
 from __future__ import annotations

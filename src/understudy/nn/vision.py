@@ -46,7 +46,7 @@ def is_vision_frozen(model: Any) -> bool:
 
 
 def vision_parameters(model: Any) -> list[nn.Parameter]:
-    """Those of the vision tower and of its way into the language part."""
+    """Those of the vision tower and of its projection into the language part."""
     others = {id(one) for one in language_part(model).parameters()}
     others |= {id(one) for one in model.get_output_embeddings().parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in others]

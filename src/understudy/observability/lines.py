@@ -21,7 +21,7 @@ class GrowingFile:
         self.path = path
         self.place = 0
         self.restarted = False
-        """Whether the last look began at the start again; the reader forgets what it knew."""
+        """Whether the last read began at the start of the file again: the reader must drop what it has read before."""
         self._inode = 0
 
     def new_lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:

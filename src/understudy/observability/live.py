@@ -129,7 +129,7 @@ class LiveView:
         self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Prints a lasting message: a pause, a restarted replica, a dead letter. `on_note` hears it too."""
+        """Prints a lasting message: a pause, a restarted replica, a dead letter. `on_note` gets it too."""
         self.on_note(text)
         if self._enabled:
             self.console.print(Text(f"! {printable(text)}", style="yellow"), soft_wrap=not self._fancy)

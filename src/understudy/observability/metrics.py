@@ -47,7 +47,7 @@ class MetricsWriter:
         os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # `write` has told it; closing tries the same bytes again
+        with suppress(OSError):  # `write` has reported it; closing tries the same bytes again
             self._handle.close()
 
 

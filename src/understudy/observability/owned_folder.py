@@ -71,7 +71,7 @@ def _own(folder: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    """The mark last: whoever is killed meanwhile leaves a folder that the next process can remove."""
+    """The mark is removed last, so a process that is killed in between leaves a folder that the next one can remove."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if entry.name in (_MARK, _NEW_MARK):

@@ -318,10 +318,10 @@ def disk_failure(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return error if error.errno in _DISK_FAILURES else None
     # safetensors and tokenizers are written in Rust: their errors have types of their own, and the system's number in the text.
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    if told is None or int(told[1]) not in _DISK_FAILURES:
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    if match is None or int(match[1]) not in _DISK_FAILURES:
         return None
-    return OSError(int(told[1]), os.strerror(int(told[1])))
+    return OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:

@@ -69,7 +69,7 @@ class Spans:
             self._write(name, start, end, about)
 
     def event(self, text: str) -> None:
-        """A moment to remember: a replica was restarted, a row failed."""
+        """A span without duration: a replica was restarted, a row failed."""
         now = time.monotonic()
         self._write("event", now, now, {"text": text})
 

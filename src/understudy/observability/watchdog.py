@@ -102,13 +102,13 @@ async def _watch(
     graph: Graph,
     ended: asyncio.Event,
 ) -> None:
-    told_at = 0.0
+    warned_at = 0.0
     while not ended.is_set():
         now, under_way = time.monotonic(), spans.under_way()
         still, waits, chains = now - spans.last_end, waiting_for(under_way, now), graph(under_way, now)
         await asyncio.to_thread(_write, path, "running", waits, still, facts(), chains)
-        if still > stall_seconds and now - told_at > stall_seconds:
-            told_at = now
+        if still > stall_seconds and now - warned_at > stall_seconds:
+            warned_at = now
             text = "; ".join(map(str, chains[:4] or waits[:4])) or "nothing that left a trace"
             tell(f"nothing has moved for {still:.0f} s; under way: {text}")
             lines = [*chains, *map(str, waits), *_task_lines()]
@@ -161,9 +161,9 @@ def run_status(state: dict[str, Any], waits: dict[str, Any]) -> str:
 
     A run on another machine is alive if its waits.json is new: its process id means nothing here.
     """
-    told = str(state.get("status", "unknown"))
-    if told != "running":
-        return told
+    status = str(state.get("status", "unknown"))
+    if status != "running":
+        return status
     if state.get("host", socket.gethostname()) == socket.gethostname():
         alive = _process_lives(state)
     else:

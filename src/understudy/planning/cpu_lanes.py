@@ -37,8 +37,8 @@ def has_biases(folder: Path) -> bool:
     """Whether a model of a `KNOWN` type has biases: Qwen2 always does, the other types if their config says
     so."""
     config = ModelFolder(folder).config
-    said = any(config.get(name) for name in ("attention_bias", "mlp_bias"))
-    return said or config.get("model_type") == "qwen2"
+    configured = any(config.get(name) for name in ("attention_bias", "mlp_bias"))
+    return configured or config.get("model_type") == "qwen2"
 
 
 def _is_small(folder: Path) -> bool:

@@ -118,7 +118,7 @@ def kuberay_manifest(
     memory: str,
 ) -> str:
     """A RayJob: the head with the trainer, one worker group per pool, a shared volume at /shared."""
-    words = [
+    command = [
         "understudy",
         "train",
         recipe,
@@ -132,7 +132,7 @@ def kuberay_manifest(
         "kind": "RayJob",
         "metadata": {"name": name},
         "spec": {
-            "entrypoint": shlex.join(words),
+            "entrypoint": shlex.join(command),
             "shutdownAfterJobFinishes": True,
             "rayClusterSpec": {
                 "authOptions": {"mode": "token"},

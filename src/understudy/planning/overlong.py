@@ -114,8 +114,8 @@ def settle_overlong(
         )
     with_pictures = "with pictures " if overlong.rule == "truncate_left" else ""
     notes = [
-        f"{overlong.role}: {len(rows)} of {len(dataset)} prompts {told} (data.overlong); the first is {dataset.place(rows[0])}"
-        for rows, told in (
+        f"{overlong.role}: {len(rows)} of {len(dataset)} prompts {effect} (data.overlong); the first is {dataset.place(rows[0])}"
+        for rows, effect in (
             (cut, f"{long} and lose their beginning"),
             (dropped, f"{with_pictures}{long} and are left out"),
         )

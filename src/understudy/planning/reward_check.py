@@ -131,16 +131,16 @@ def _tried(
         with suppress(TypeError, ValueError):
             request["rows"].append(json.loads(json.dumps(row)))
             places.append(place)
-    with tempfile.TemporaryFile() as words:
+    with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, reward_trial.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=words,
+            stderr=errors,
             start_new_session=True,
         )
         try:
-            return _conversation(child, json.dumps(request), places, start_seconds, seconds, words)
+            return _conversation(child, json.dumps(request), places, start_seconds, seconds, errors)
         finally:
             end_group(child)
 
@@ -151,7 +151,7 @@ def _conversation(
     places: Sequence[str],
     start_seconds: float,
     seconds: float,
-    words: Any,
+    errors: Any,
 ) -> tuple[str | None, dict[str, str]]:
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     assert child.stdin is not None and child.stdout is not None
@@ -167,9 +167,13 @@ def _conversation(
         while not has_ended(child) and time.monotonic() < until:  # its output has
             time.sleep(0.002)
         code = end_group(child)
-        words.seek(0)
-        said = [line for line in words.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"ended its process with code {code}" + (f" ({said[-1].strip()})" if said else "")
+        errors.seek(0)
+        lines_of_error = [
+            line for line in errors.read().decode(errors="replace").splitlines() if line.strip()
+        ]
+        return f"ended its process with code {code}" + (
+            f" ({lines_of_error[-1].strip()})" if lines_of_error else ""
+        )
 
     with suppress(BrokenPipeError):
         child.stdin.write(request.encode() + b"\n")
@@ -185,14 +189,14 @@ def _conversation(
     problems: dict[str, str] = {}
     for place in places:
         try:
-            told = answer(seconds)
+            reply = answer(seconds)
         except queue.Empty:
             late = f"gave no answer for {place} within {seconds:g} s; what takes longer belongs to its import"
             return late, problems
-        if told is None:
+        if reply is None:
             return f"{ended()} at {place}", problems
-        if "problem" in told:
-            problems[place] = str(told["problem"])
+        if "problem" in reply:
+            problems[place] = str(reply["problem"])
     return None, problems
 
 

@@ -285,8 +285,8 @@ def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
         shares = pool == MACHINE
         return Claim(ROLLOUT, pool, recipe.rollout.processes, threads, _kind(on_gpu), may_share=shares)
     width = 1
-    words = [part for word in recipe.rollout.engine_args for part in word.split("=", 1)]
-    for word, value in pairwise(words):
+    parts = [part for word in recipe.rollout.engine_args for part in word.split("=", 1)]
+    for word, value in pairwise(parts):
         if word in ("--tensor-parallel-size", "-tp") and value.isdigit():
             width = int(value)
     return Claim(ROLLOUT, pool, recipe.rollout.replicas, width, _kind(on_gpu))

@@ -16,7 +16,7 @@ def sharing(placement: Placement) -> str | None:
 
 
 def advice(roles: str, problem: str) -> str:
-    """What a run says that goes without the service."""
+    """The note of a run that shares a GPU without the service."""
     return (
         f"{roles} share a GPU and take turns on it; under NVIDIA's multi-process service a fully async run on one H200 was 1.6 times "
         f"as fast, and it was not started: {problem} (docs/async.md; run.mps = 'off' silences this)"

@@ -83,8 +83,8 @@ def load_tokenizer(
             f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}"
         ) from error
     # Lengths are checked where prompts are rendered. A long tool result, which is cut later, is no reason for a warning.
-    told = getattr(tokenizer, "deprecation_warnings", {})  # mistral_common's tokenizers have none
-    told["sequence-length-is-longer-than-the-specified-maximum"] = True
+    given = getattr(tokenizer, "deprecation_warnings", {})  # mistral_common's tokenizers have none
+    given["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

@@ -23,18 +23,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from understudy.errors import CheckpointError, PolicyError
+from understudy.errors import PolicyError
 from understudy.media.processor import PictureReader
 from understudy.nn.compiled_layers import compile_layers
 from understudy.nn.vision import freeze_vision, is_vision, vision_parameters
 from understudy.policy.assemble import Assembler
 from understudy.policy.bad_rows import refusal
-from understudy.policy.checkpoints.state import (
-    PolicyState,
-    random_state,
-    restore_random_state,
-    unique_tensors,
-)
+from understudy.policy.checkpoints.state import PolicyState, random_state, restore_random_state
 from understudy.policy.cpu.head_start import HeadStart, HeadStarts
 from understudy.policy.forward.forward import (
     Objective,
@@ -45,19 +40,14 @@ from understudy.policy.forward.forward import (
 )
 from understudy.policy.forward.head import body_of, output_layer, verify_head
 from understudy.policy.load import context_length, switch_off_dropout, switch_off_router_noise
-from understudy.policy.lora import (
-    adapter_tensors,
-    add_lora,
-    is_adapter,
-    mark_of_base,
-    merged_weights,
-)
-from understudy.policy.optim.adamw import MasterAdamW, assign
+from understudy.policy.lora import add_lora
+from understudy.policy.optim.adamw import MasterAdamW
 from understudy.policy.optim.ema import WeightAverage
 from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_step
-from understudy.policy.ranks.shard import Ranks, SingleRank, whole
+from understudy.policy.ranks.shard import Ranks, SingleRank
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows, without_graph
 from understudy.policy.step import BadRows, PolicySettings, StepResult
+from understudy.policy.student_weights import StudentWeights
 from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
@@ -116,16 +106,15 @@ class Policy:
             )
         model.train()
         self.forward = StudentForward(model, settings.loss_temperature, settings.usable, pictures)
-        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.ranks.shard(self.forward, self.weight_dtype)
-        self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
+        self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, dtypes)
         vision = {id(one) for one in vision_parameters(model)} if is_vision(model) else set()
         self._vision = frozenset(name for name, one in self.optimizer.weights.items() if id(one) in vision)
         """Those of the trained weights that only rows with pictures use."""
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
-        self._base_mark: bytes | None = None
-        """Hash of the frozen weights below adapters, computed on first use."""
+        self._weights = StudentWeights(model, settings.lora, self.ranks, dtypes, self.optimizer, self.average)
         self._head_starts = HeadStarts()
 
     @property
@@ -280,35 +269,16 @@ class Policy:
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Whole weights by name in the student's dtype, tied ones once, adapters merged in: the form engines
         load. Collective: every rank must call it."""
-        if self.settings.lora is not None:
-            return [
-                (name, tensor.to(self.weight_dtype)) for name, tensor in merged_weights(self.model, whole)
-            ]
-        return [(name, whole(p.detach()).to(self._dtypes[name])) for name, p in self.model.named_parameters()]
+        return self._weights.named(self.weight_dtype)
 
     def named_adapters(self) -> list[tuple[str, torch.Tensor]]:
         """The adapters alone, with the hash of the weights they belong to, for an engine that merges them
         itself (`engines.adapters`). Collective: every rank must call it."""
-        if self.settings.lora is None:
-            raise PolicyError("this student has no adapters; set [student.lora]")
-        if self._base_mark is None:
-            self._base_mark = mark_of_base(self.model, self._dtypes, whole)
-        return adapter_tensors(self.model, self._base_mark, whole)
+        return self._weights.adapters()
 
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
         """The running average of the weights, in the form of `named_weights`."""
-        if self.average is None:
-            raise PolicyError("this run keeps no average of its weights; set ema_decay")
-        if self.settings.lora is not None:
-            raise PolicyError(
-                "with adapters the average is one of adapters, which an engine cannot load by itself"
-            )
-        averages = self.average.values
-        return [
-            # A frozen weight has no average of its own.
-            (name, whole(averages.get(name, weight.detach())).to(self._dtypes[name]))
-            for name, weight in self.model.named_parameters()
-        ]
+        return self._weights.averaged()
 
     def state(self) -> PolicyState:
         """Everything needed to continue exactly, on any number of ranks. Collective: every rank must call
@@ -317,66 +287,16 @@ class Policy:
         progress: dict[str, Any] = {"step": self.step, "updates": self.updates, "random": random_state()}
         if self.settings.lora is not None:
             progress["lora"] = self.settings.lora.as_json()
-        averages = self.average.state() if self.average is not None else {}
-        return PolicyState(
-            model=self._gathered(self._trained_tensors(), self._dtypes),
-            optimizer=self._gathered({**self.optimizer.state(), **averages}),
-            progress=progress,
-        )
-
-    def _gathered(
-        self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Whole tensors by name. From several ranks one at a time, into rank 0's host memory: a device that holds its
-        shards may not hold all of them."""
-        found = {}
-        for name, tensor in tensors.items():
-            full = whole(tensor)
-            full = full if dtypes is None else full.to(dtypes[name])
-            if self.ranks.size == 1:
-                found[name] = full
-            elif self.ranks.rank == 0:
-                found[name] = full.to("cpu")
-        return found
+        return PolicyState(self._weights.saved_model(), self._weights.saved_optimizer(), progress)
 
     def load_state(self, state: PolicyState) -> None:
         """Continues from a saved state. Weights are restored in place, so an engine that shares their memory
         has them too."""
         self._head_starts.take()
-        mine = self._trained_tensors()
-        missing, unknown = sorted(mine.keys() - state.model.keys()), sorted(state.model.keys() - mine.keys())
-        if missing or unknown:
-            raise CheckpointError(
-                f"the checkpoint does not fit the student: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
-                "was the run started with another model?"
-            )
-        for name, tensor in state.model.items():
-            dtype = self._dtypes[name]
-            if tensor.shape != mine[name].shape or tensor.dtype != dtype:
-                raise CheckpointError(
-                    f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
-                    f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
-                )
-        # A critic's tensors may be stored beside the student's; the code that stored them takes them out.
-        own = (item for item in state.optimizer.items() if not item[0].startswith(("ema/", "critic.")))
-        optimizer = dict(own)
-        self.optimizer.check_state(optimizer)
-        with torch.no_grad():
-            for name, tensor in state.model.items():
-                assign(mine[name], tensor)
-        self.optimizer.load_state(optimizer)
-        if self.average is not None:
-            self.average.load_state(state.optimizer)
+        self._weights.restore(state.model, state.optimizer)
         self.step = int(state.progress["step"])
         self.updates = int(state.progress.get("updates", self.step))
         restore_random_state(state.progress["random"])
-
-    def _trained_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint: the whole model, or the adapters if the rest is frozen."""
-        tensors = unique_tensors(self.model)
-        if self.settings.lora is None:
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
     def accumulate(
         self,

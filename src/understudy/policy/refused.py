@@ -61,20 +61,20 @@ class RefusedRows:
             facts[name] = {
                 "softcap": head.softcap, "logit_scale": head.logit_scale, "temperature": head.temperature
             }  # fmt: skip
-        told = {
+        description = {
             "keys": self.rows.keys, **{name: getattr(self.rows, name) for name in _PER_ROW},
             "reason": self.reason, "step": self.step, "heads": facts, "about": dict(about or {}),
         }  # fmt: skip
         # One copy each: columns may share memory, which safetensors does not allow.
         here = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        save_file(here, path, metadata={"rows": json.dumps(told)})
+        save_file(here, path, metadata={"rows": json.dumps(description)})
 
     @staticmethod
     def load(path: Path) -> tuple[RefusedRows, dict[str, Any]]:
         """Reads what `save` wrote: the rows and `about`."""
         try:
             with safe_open(path, "pt") as file:
-                told = json.loads((file.metadata() or {})["rows"])
+                description = json.loads((file.metadata() or {})["rows"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         except Exception as error:
             raise DataError(f"{path} holds no refused rows: {type(error).__name__}: {error}") from None
@@ -85,18 +85,20 @@ class RefusedRows:
             return Jagged(tensors[name + _VALUES], tensors[name + _OFFSETS])
 
         columns: dict[str, Any] = {name: column(name) for name in COLUMNS}
-        columns |= {name: tuple(told.get(name, ())) for name in _PER_ROW}
+        columns |= {name: tuple(description.get(name, ())) for name in _PER_ROW}
         columns["media"] = tuple(tuple(names) for names in columns["media"])
-        rows = Batch(tuple(told["keys"]), **columns)
+        rows = Batch(tuple(description["keys"]), **columns)
         heads = {
             name: TeacherHead(tensors[f"{_HEAD}{name}.weight"], tensors.get(f"{_HEAD}{name}.bias"), **facts)
-            for name, facts in told["heads"].items()
+            for name, facts in description["heads"].items()
         }
         weights = column("weights")
         assert weights is not None
         return (
-            RefusedRows(rows, weights, told["reason"], told["step"], column("old_logprobs"), heads),
-            told["about"],
+            RefusedRows(
+                rows, weights, description["reason"], description["step"], column("old_logprobs"), heads
+            ),
+            description["about"],
         )
 
 

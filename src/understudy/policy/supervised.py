@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 IGNORED = -100
-_TOLD_EVERY = 50
+_PRINT_EVERY = 50
 Row = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and for each whether it is trained."""
 
@@ -84,8 +84,8 @@ def encode_chats(
     for messages, answer in chats:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer.encode(text, add_special_tokens=False)
-        said = [*tokenizer.encode(answer, add_special_tokens=False), end]
-        rows.append(([*prompt, *said], [False] * len(prompt) + [True] * len(said)))
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), end]
+        rows.append(([*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids)))
     return pad_rows(rows, tokenizer.pad_token_id)
 
 
@@ -122,7 +122,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         taken = step + 1
-        if taken % _TOLD_EVERY == 0 or taken == schedule.steps:
+        if taken % _PRINT_EVERY == 0 or taken == schedule.steps:
             seconds = time.monotonic() - started
             print(f"  step {taken:4d}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
         if after_step is not None and not after_step(taken):

@@ -4,7 +4,7 @@
     ['python', '-m', 'verl', 'a.b=2', 'c=3']
 
 Supported is what launch scripts use: assignments, arrays, `${NAME:-default}`, integer arithmetic, quotes,
-comments and line continuations. Both branches of an `if` are read, in order. What only a shell could tell
+comments and line continuations. Both branches of an `if` are read, in order. What only a shell can evaluate
 (`$(…)`, positional arguments, names that are set nowhere) stays in the text and is listed as unresolved.
 """
 

@@ -37,24 +37,24 @@ class Source:
     """Parts of values that only a shell could expand."""
 
 
-def read_source(words: Sequence[str], marker: str) -> Source:
+def read_source(arguments: Sequence[str], marker: str) -> Source:
     """Of a file and overrides, or of a command. `marker` is in the command that a script is searched for."""
-    if len(words) == 1 and re.search(r"\s", words[0]):
-        return _of_script(words[0], marker, "the command")
-    first = Path(words[0]).expanduser()
+    if len(arguments) == 1 and re.search(r"\s", arguments[0]):
+        return _of_script(arguments[0], marker, "the command")
+    first = Path(arguments[0]).expanduser()
     if first.is_file():
         text = _text(first)
         yaml_file = first.suffix in _YAML or (first.suffix != ".sh" and _is_yaml(text))
         source = Source(read_yaml(text, str(first))) if yaml_file else _of_script(text, marker, str(first))
-        _add(source, words[1:])
+        _add(source, arguments[1:])
         return source
     if first.suffix in (*_YAML, ".sh"):
         raise ConfigError(f"no file at {first}; give a YAML file, a shell script or a command")
     source = Source()
-    _add(source, words)
+    _add(source, arguments)
     if not source.keys:
         raise ConfigError(
-            f"{words[0]!r} is no file, and no word of the command is key=value; give a YAML file, a shell script or a command"
+            f"{arguments[0]!r} is no file, and no word of the command is key=value; give a YAML file, a shell script or a command"
         )
     return source
 
@@ -111,8 +111,8 @@ def _resolved(flat: Mapping[str, Any], key: str, depth: int) -> Any:
 
 def _of_script(text: str, marker: str, name: str) -> Source:
     script = read_script(text, os.environ)
-    ours = [words for words in script.commands if any(marker in word for word in words)]
-    ours = ours or [words for words in script.commands if sum(map(_is_override, words)) > 2]
+    ours = [command for command in script.commands if any(marker in word for word in command)]
+    ours = ours or [command for command in script.commands if sum(map(_is_override, command)) > 2]
     if not ours:
         raise ConfigError(
             f"{name} has no command with {marker!r} in it and no key=value words; nothing to import"
@@ -129,8 +129,8 @@ def _is_override(word: str) -> bool:
     return _OVERRIDE.fullmatch(word) is not None
 
 
-def _add(source: Source, words: Sequence[str]) -> None:
-    for place, word in enumerate(words):
+def _add(source: Source, arguments: Sequence[str]) -> None:
+    for place, word in enumerate(arguments):
         found = _OVERRIDE.fullmatch(word)
         if found:
             source.keys[found[2].replace("/", ".")] = read_value(found[3])
@@ -138,7 +138,7 @@ def _add(source: Source, words: Sequence[str]) -> None:
             source.flags.append(word)
         elif word.startswith("~"):
             source.notes.append(f"{word} removes a key; it was not followed")
-        elif place and words[place - 1] == "-m":
+        elif place and arguments[place - 1] == "-m":
             source.program = word
 
 

@@ -274,10 +274,10 @@ def _rollout(draft: Draft, gkd: bool) -> None:
     replicas = max(draft.get("num_processes", 1) // each, 1) if shared else 1
     draft.put("rollout.replicas", replicas, "num_processes")
     draft.vllm(replicas, each, shared)
-    words = [f"--gpu-memory-utilization={draft.get('vllm_gpu_memory_utilization', 0.3)}"]
+    arguments = [f"--gpu-memory-utilization={draft.get('vllm_gpu_memory_utilization', 0.3)}"]
     if draft.get("vllm_tensor_parallel_size", 1) > 1:
-        words.append(f"--tensor-parallel-size={draft.get('vllm_tensor_parallel_size')}")
-    draft.put("rollout.engine_args", words, "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+        arguments.append(f"--tensor-parallel-size={draft.get('vllm_tensor_parallel_size')}")
+    draft.put("rollout.engine_args", arguments, "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
     for key in ("vllm_max_model_length", "vllm_max_model_len"):
         if draft.get(key) is not None:
             draft.put("rollout.context_length", draft.get(key), key)

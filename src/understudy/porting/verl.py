@@ -148,13 +148,13 @@ def _reward(draft: Draft) -> None:
         draft.put("run.python_path", [str(file.parent), "."], path)
     else:
         draft.not_needed(name, "no file is given for it")
-        told = " ".join(
+        given = " ".join(
             str(value)
             for key, value in draft.given.items()
             if key.startswith(("data.", "distillation.teacher_models."))
         )
         sets = [
-            name for name in ("gsm8k", "math", "geo3k", "geometry3k", "code", "dapo") if name in told.lower()
+            name for name in ("gsm8k", "math", "geo3k", "geometry3k", "code", "dapo") if name in given.lower()
         ]
         if sets == ["gsm8k"]:
             draft.put("data.reward", "understudy.rollout.rewards.builtin:gsm8k", "data.reward_fn_key")

@@ -79,21 +79,21 @@ def _engine(draft: Draft, gpus: int, shared: bool) -> None:
     replicas = max(gpus // each, 1)
     draft.put("rollout.replicas", replicas, "trainer.n_gpus_per_node")
     draft.vllm(replicas, each, shared)
-    words, theirs = [], []
+    arguments, theirs = [], []
     for key, (flag, default, usual) in _VALUES.items():
         value = draft.get(f"{_ROLLOUT}.{key}", default)
         if value != usual:
-            words.append(f"{flag}={value}")
+            arguments.append(f"{flag}={value}")
             theirs.append(f"{_ROLLOUT}.{key}")
     for key, (flag, value) in _SWITCHES.items():
         if draft.get(f"{_ROLLOUT}.{key}") is value:
-            words.append(flag)
+            arguments.append(flag)
             theirs.append(f"{_ROLLOUT}.{key}")
     own = f"{_ROLLOUT}.engine_kwargs.vllm."
     for key in [key for key in draft.given if key.startswith(own) and draft.get(key) is not None]:
-        words.append(f"--{key.removeprefix(own).replace('_', '-').replace('.', '-')}={draft.given[key]}")
+        arguments.append(f"--{key.removeprefix(own).replace('_', '-').replace('.', '-')}={draft.given[key]}")
         theirs.append(key)
-    draft.put("rollout.engine_args", words, *theirs)
+    draft.put("rollout.engine_args", arguments, *theirs)
     for key in (*_VALUES, *_SWITCHES):
         draft.not_needed(f"{_ROLLOUT}.{key}", "it is vLLM's default")
     draft.not_needed(f"{_ROLLOUT}.data_parallel_size", "rollout.replicas counts servers")

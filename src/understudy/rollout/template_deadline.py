@@ -5,7 +5,7 @@ thread that renders, at its next step of Python; a single long call in C ends fi
 own CPU time, so a process that was frozen, or shares a busy machine, loses no prompt.
 
 `TemplateTooLarge` is raised if the process grows by `TEMPLATE_BYTES` while a block computes. It grows for other reasons
-too, so only a block counts that used `_LONG_SECONDS` of CPU time meanwhile: an honest prompt takes milliseconds. What a
+too, so only a block counts that used `_LONG_SECONDS` of CPU time meanwhile: an ordinary prompt takes milliseconds. What a
 single operation may make is bounded by `template_bounds.py`.
 """
 
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import psutil
 
 TEMPLATE_SECONDS = 10.0
-"""For one prompt, or for the prompts of one batch. An honest template takes milliseconds."""
+"""For one prompt, or for the prompts of one batch. An ordinary template takes milliseconds."""
 TEMPLATE_BYTES = 1 << 30
 _LONG_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
@@ -110,8 +110,8 @@ def _clock_of(thread: int) -> int:
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    told = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
+    exception = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
 
 _watch = _Watch()

@@ -258,12 +258,12 @@ def _write_answers(
     for row, answer in zip(problems.rows, answers, strict=False):
         if answer.stop_reason in (StopReason.EOS, StopReason.STOP_STRING):
             ids = answer.tokens[answer.loss_mask].tolist()
-            told = {
+            line = {
                 **row,
                 "written": tokenizer.decode(ids, skip_special_tokens=True),
                 "written_reward": answer.reward,
             }
-            lines.append(json.dumps(told, ensure_ascii=False, default=str) + "\n")
+            lines.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     write_atomically(path, "".join(lines))
 
 

@@ -97,13 +97,13 @@ async def launch(
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
     recipe = _dated(recipe)
-    told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
+    notes = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     if rows:
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
-    recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_notes(recipe, data, told)
+    recipe, data = _settled(recipe, run).with_steps(len(data.train)), _with_notes(recipe, data, notes)
     run.write_recipe(recipe.model_dump())
     return await _train(recipe, data, run, progress, next_command, callbacks=callbacks)
 
@@ -125,12 +125,12 @@ async def resume(
     problems = preflight(recipe, progress=progress, new_run=False)
     if problems:
         raise ConfigError(problems)
-    told = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
+    notes = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     refuse_shorter(run, recipe.trainer, len(data.train))
     refuse_cut_window(run, changed_recipe(run, ())[0].trainer, recipe.trainer, len(data.train))
-    recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, told)
+    recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, notes)
     saved = last_checkpoint_step(run)
     finished = _is_finished(recipe, run, saved) and read_json(run.state).get("status") == "finished"
     if finished and await asyncio.to_thread(is_whole, run.checkpoints, saved):
@@ -163,10 +163,10 @@ def _export_command(run: RunDir) -> str:
     return f"understudy export {run.path} my-student"
 
 
-def _with_notes(recipe: Recipe, data: PromptData, told: Sequence[str]) -> PromptData:
+def _with_notes(recipe: Recipe, data: PromptData, notes: Sequence[str]) -> PromptData:
     """The data with these notes, and one of how many steps `trainer.passes` are."""
     note = recipe.trainer.length_note(len(data.train))
-    return replace(data, notes=[*told, *data.notes, *([note] if note else [])])
+    return replace(data, notes=[*notes, *data.notes, *([note] if note else [])])
 
 
 def _dated(recipe: Recipe) -> Recipe:

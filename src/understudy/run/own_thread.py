@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from understudy.trainers.stopping import CALLER, Caller
 
 _UNWIND_SECONDS = 3.0
-"""How long the caller waits for the thread of a run that was told to leave at once."""
+"""How long the caller waits for the thread of a run that was asked to stop at once."""
 Result = TypeVar("Result")
 
 
@@ -69,7 +69,7 @@ class OwnThread(Generic[Result]):
     def result(self, work: Coroutine[Any, Any, Result]) -> Result:
         context = contextvars.copy_context()
         context.run(CALLER.set, self._caller)
-        # A daemon thread: a run that hangs after it was told to leave must not block the interpreter's exit.
+        # A daemon thread: a run that hangs after a stop request must not block the interpreter's exit.
         thread = threading.Thread(
             target=context.run, args=(self._body, work), name="understudy-own-loop", daemon=True
         )

@@ -38,9 +38,9 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
         )
         private = api.model_info(name).private
     except HfHubHTTPError as error:
-        told = error.server_message or str(error).splitlines()[0]
+        reason = error.server_message or str(error).splitlines()[0]
         raise UnderstudyError(
-            f"--push {name}: the hub ({constants.ENDPOINT}) refused with {error.response.status_code}: {told}; {left}"
+            f"--push {name}: the hub ({constants.ENDPOINT}) refused with {error.response.status_code}: {reason}; {left}"
         ) from error
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
         raise UnderstudyError(

@@ -52,8 +52,8 @@ async def with_restarts(
                 tell(stays)
                 return now
             if not again:
-                told = f"{lost}; `understudy resume` goes on from the last checkpoint"
-                raise type(lost)(told) from None
+                message = f"{lost}; `understudy resume` goes on from the last checkpoint"
+                raise type(lost)(message) from None
             used += 1
             news = (
                 f"{lost}; going back to {f'step {now}' if now else 'the start'} (restart {used} of {allowed})"

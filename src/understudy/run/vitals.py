@@ -1,4 +1,4 @@
-"""The current state of a run, for the watchdog's report on a run that stands still."""
+"""The current state of a run, for the watchdog's report on a run without progress."""
 
 from __future__ import annotations
 

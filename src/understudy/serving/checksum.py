@@ -20,5 +20,5 @@ def checksum(body: bytes) -> str:
 
 def is_damaged(headers: Mapping[str, str], body: bytes) -> bool:
     """False without the header: servers that are not ours send none."""
-    told = headers.get(HEADER)
-    return told is not None and told != checksum(body)
+    expected = headers.get(HEADER)
+    return expected is not None and expected != checksum(body)

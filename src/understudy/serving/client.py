@@ -66,7 +66,7 @@ class Reply:
     kind: str
     """Its content type."""
     retry_after: float | None = None
-    """Seconds for which a server that is busy (429, 503) asks not to be asked again; None if it does not say."""
+    """Seconds that a busy server (429, 503) asks to wait before the next request; None if it names no time."""
 
     @property
     def text(self) -> str:
@@ -80,7 +80,7 @@ class Reply:
 
     @property
     def has_kind(self) -> bool:
-        """The same, told from the refusals of other servers in that shape."""
+        """Whether a refusal has our servers' form (`kind` and `message`), which other servers' refusals lack."""
         error = self._error()
         return isinstance(error, dict) and {"kind", "message"} <= error.keys()
 
@@ -102,10 +102,10 @@ class Reply:
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """The seconds of a `Retry-After` header: a number, or a date, which is compared with the server's own clock (`Date`)."""
-    told = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", told):
-        return float(told)
-    until = _seconds_of(told)
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+        return float(value)
+    until = _seconds_of(value)
     if until is None:
         return None
     now = _seconds_of(headers.get("Date", ""))

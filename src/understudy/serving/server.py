@@ -1,6 +1,6 @@
 """Serves an application on a socket that is bound already, until a signal stops the process.
 
-Connections that do not send a request head cannot make the server deaf: a head has a deadline, and the number
+Connections that do not send a request head cannot block others: a head has a deadline, and the number
 of connections is bounded below the limit of open files.
 """
 

@@ -1,4 +1,4 @@
-"""Supervision of our processes: when a lost one is started again, and how one that stands still is detected.
+"""Supervision of our processes: when a lost one is started again, and how one that hangs is detected.
 
     up ──lost──> waits ──back-off over──> starts ──serves──> up
                    └──`Restarts.most` starts in a row without use──> given up
@@ -69,7 +69,7 @@ class RestartCount:
         self.limits, self._clock = limits, clock
         self.in_vain = 0
         self.problem = ""
-        """How it last died, or why it could not be started."""
+        """How it last ended, or why it could not be started."""
         self._up_since = clock()
         self.due = 0.0
         """The time of the next start after one that failed."""
@@ -213,14 +213,14 @@ class Monitor:
         for one in self._watched.values():
             one.look(self.beat_s)
             if one.silent_s > self._silence_s:
-                told = (
+                message = (
                     f"{one.who} lives and has done nothing for {self._silence_s:.0f} s (it was stopped by a signal, or "
                     f"its machine stands still); log: {one.process.log}"
                 )
                 if self._on_giving_up is None:
-                    return self._kind(told)
+                    return self._kind(message)
                 self._on_giving_up()
-                return GivenUp(told)
+                return GivenUp(message)
         return None
 
     async def watch(self) -> None:

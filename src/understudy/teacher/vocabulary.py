@@ -124,7 +124,9 @@ def differences(
     }
 
 
-def told(differing: Mapping[int, tuple[str, str]], other: str = "teacher", show: int = 3) -> str:
+def describe_differences(
+    differing: Mapping[int, tuple[str, str]], other: str = "teacher", show: int = 3
+) -> str:
     """The first differing ids, in words."""
     first = [
         f"id {number} is {ours!r} for the student and {theirs!r} for the {other}"

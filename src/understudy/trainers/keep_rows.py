@@ -90,11 +90,11 @@ async def _keep(
         "why": list(chosen.values()),
         "weight_versions": [one.numpy() for one in facts["weight_versions"]],
     }
-    told = [dict(zip(facts, row, strict=True)) for row in zip(*facts.values(), strict=True)]
+    row_facts = [dict(zip(facts, row, strict=True)) for row in zip(*facts.values(), strict=True)]
 
     async def write() -> None:
         try:
-            await asyncio.to_thread(_write, producer, step, batch, list(chosen), told, watch)
+            await asyncio.to_thread(_write, producer, step, batch, list(chosen), row_facts, watch)
         except Exception as error:
             logger.warning("step %d: its rows could not be kept: %s", step, error)
 
@@ -132,7 +132,12 @@ def mean_gaps(batch: Batch) -> list[float | None]:
 
 
 def _write(
-    producer: Producer, step: int, batch: Batch, chosen: Sequence[int], told: Sequence[Row], watch: TokenWatch
+    producer: Producer,
+    step: int,
+    batch: Batch,
+    chosen: Sequence[int],
+    row_facts: Sequence[Row],
+    watch: TokenWatch,
 ) -> None:
     kept, tokenizer = producer.state.kept_rows, producer.renderer.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -144,7 +149,7 @@ def _write(
     trained = watch.columns()
     rows = [
         columns | trained.get(batch.keys[i], {}) | {name: facts[name] for name in facts if name not in _LINE}
-        for i, columns, facts in zip(chosen, columns_of(batch, chosen), told, strict=True)
+        for i, columns, facts in zip(chosen, columns_of(batch, chosen), row_facts, strict=True)
     ]
     ids = [row["tokens"].tolist() for row in rows]
     firsts = [
@@ -159,7 +164,7 @@ def _write(
     else:
         texts = [tokenizer.decode(one) for one in pieces]
     entries: list[tuple[Row, Row]] = []
-    for n, (row, facts) in enumerate(zip(rows, told, strict=True)):
+    for n, (row, facts) in enumerate(zip(rows, row_facts, strict=True)):
         summary = _summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)])
         if batch.media and (media := batch.media[chosen[n]]):
             summary[MEDIA] = list(media)

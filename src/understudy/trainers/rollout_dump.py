@@ -64,7 +64,7 @@ class RolloutDump:
     def _line(self, key: str, row: dict[str, Any]) -> str:
         tokens, mask = row["tokens"].tolist(), row["loss_mask"].numpy()
         first = int(mask.argmax()) if mask.any() else len(tokens)
-        told: dict[str, Any] = {
+        line: dict[str, Any] = {
             "key": key,
             "prompt": self._tokenizer.decode(tokens[:first]),
             "completion": self._tokenizer.decode(tokens[first:]),
@@ -77,10 +77,10 @@ class RolloutDump:
         if SCORED in row:
             gaps = row["behaviour_logprobs"].numpy()[mask] - row["teacher_logprobs"].numpy()
             mean = float(np.mean(gaps, dtype=np.float64)) if len(gaps) else math.nan
-            told |= {"teacher": row[SCORED], "kl": mean if math.isfinite(mean) else None}
+            line |= {"teacher": row[SCORED], "kl": mean if math.isfinite(mean) else None}
         if row.get(MEDIA):
-            told[MEDIA] = list(row[MEDIA])
-        return json.dumps(told, ensure_ascii=False)
+            line[MEDIA] = list(row[MEDIA])
+        return json.dumps(line, ensure_ascii=False)
 
 
 async def dump_rollouts(producer: Producer, lease: Lease, step: int) -> None:

@@ -60,7 +60,7 @@ class Tally:
     dead_letters: int = 0
     issued: int = 0
     steps_without_advantage: int | None = 0
-    """Counted from the first step of this launch. None once a step had an advantage or the user was told."""
+    """Counted from the first step of this launch. None once a step had an advantage or the user was warned."""
 
 
 @dataclass

@@ -60,8 +60,8 @@ def frozen(view: RunView, next_command: str | None = None) -> dict[str, Any]:
         summary["commands"] = {"next": next_command, **summary["commands"]}
     texts: dict[int, str] = {}
     rows, left = [], MOST_BYTES
-    for told in view.spread("kept", MOST_ROWS):
-        row = _row(view, told, texts)
+    for shown in view.spread("kept", MOST_ROWS):
+        row = _row(view, shown, texts)
         left -= len(msgspec.json.encode(row))
         if left < 0:
             break
@@ -72,7 +72,9 @@ def frozen(view: RunView, next_command: str | None = None) -> dict[str, Any]:
         for group in view.worst(None)
     ]
     for kind in ("held-out", *(() if rows else ("dump",))):
-        rows += [{"summary": told, "detail": view.row(told["id"])} for told in view.spread(kind, MOST_TEXTS)]
+        rows += [
+            {"summary": shown, "detail": view.row(shown["id"])} for shown in view.spread(kind, MOST_TEXTS)
+        ]
     return {
         "run": summary,
         "recipe": view.recipe(),
@@ -88,10 +90,10 @@ def frozen(view: RunView, next_command: str | None = None) -> dict[str, Any]:
     }
 
 
-def _row(view: RunView, told: dict[str, Any], texts: dict[int, str]) -> dict[str, Any]:
-    detail = view.row(told["id"])
+def _row(view: RunView, summary: dict[str, Any], texts: dict[int, str]) -> dict[str, Any]:
+    detail = view.row(summary["id"])
     found = []
-    for place in view.candidates(told["id"], 0, MOST_TOKENS):
+    for place in view.candidates(summary["id"], 0, MOST_TOKENS):
         teacher, own = place["teacher"][:_TEACHER_CANDIDATES], place["student"][:_OWN_CANDIDATES]
         texts.update({one["id"]: one["text"] for one in (*teacher, *own)})
         tail = place["tail"]
@@ -106,7 +108,7 @@ def _row(view: RunView, told: dict[str, Any], texts: dict[int, str]) -> dict[str
                 _short(max(0.0, 1.0 - sum(known.values())) if known else None),
             ]
         )
-    return {"summary": told, "detail": {**detail, "cut": True}, "candidates": found}
+    return {"summary": summary, "detail": {**detail, "cut": True}, "candidates": found}
 
 
 def _pictures(view: RunView, names: Sequence[str]) -> dict[str, str]:

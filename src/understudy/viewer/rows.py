@@ -26,7 +26,7 @@ from understudy.media.store import is_hash
 from understudy.observability.lines import line_at, record
 
 NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
-WORDS = ("kind", "source", "teacher", "stop_reason", "origin")
+LABELS = ("kind", "source", "teacher", "stop_reason", "origin")
 _FIELD_NAMES = (
     " key prompt completion text reward stop_reason origin turns tokens teacher kl offset length crc worst "
 )
@@ -48,7 +48,7 @@ class Chunk:
     path: Path | None
     keys: list[str] = field(default_factory=list)
     numbers: list[list[float]] = field(default_factory=list)
-    words: list[list[int]] = field(default_factory=list)
+    labels: list[list[int]] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
     """(offset, length) of the row's line; (id, 0) in the journal."""
     prompts: list[int] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Chunk:
     _columns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Numbers, words and prompts as arrays, made again when rows were added."""
+        """Numbers, labels and prompts as arrays, made again when rows were added."""
         if self._columns is None or len(self._columns[0]) != len(self.keys):
-            numbers, words = np.array(self.numbers, np.float64), np.array(self.words, np.int32)
-            self._columns = numbers, words, np.array(self.prompts, np.uint32)
+            numbers, labels = np.array(self.numbers, np.float64), np.array(self.labels, np.int32)
+            self._columns = numbers, labels, np.array(self.prompts, np.uint32)
         return self._columns
 
 
@@ -89,10 +89,10 @@ class RowTable:
     def add(self, chunk: Chunk, line: dict[str, Any], place: tuple[int, int]) -> None:
         newest, trained = line.get("newest"), line.get("step", chunk.name)
         age = trained - 1 - newest if isinstance(newest, int) and newest >= 0 and trained else None
-        told = {**line, "step": trained, "age": line.get("age", age)}
-        chunk.numbers.append([_number(told.get(name)) for name in NUMBERS])
-        told |= {"kind": chunk.kind, "source": line.get("source") or line.get("data_source")}
-        chunk.words.append([self._code(told.get(name)) for name in WORDS])
+        values = {**line, "step": trained, "age": line.get("age", age)}
+        chunk.numbers.append([_number(values.get(name)) for name in NUMBERS])
+        values |= {"kind": chunk.kind, "source": line.get("source") or line.get("data_source")}
+        chunk.labels.append([self._code(values.get(name)) for name in LABELS])
         chunk.keys.append(str(line.get("key", "")))
         chunk.places.append(place)
         asked = "".join([str(line.get("prompt", "")), *media_of(line)])
@@ -131,14 +131,17 @@ class RowTable:
                 "row": np.concatenate([np.arange(len(chunk.keys)) for chunk in chunks] or [np.zeros(0, int)]),
                 "hidden": np.concatenate(hidden or [np.zeros(0, bool)]),
                 "numbers": np.concatenate([one[0] for one in pieces] or [np.zeros((0, len(NUMBERS)))]),
-                "words": np.concatenate([one[1] for one in pieces] or [np.zeros((0, len(WORDS)), np.int32)]),
+                "labels": np.concatenate(
+                    [one[1] for one in pieces] or [np.zeros((0, len(LABELS)), np.int32)]
+                ),
                 "prompt": np.concatenate([one[2] for one in pieces] or [np.zeros(0, np.uint32)]),
             }
         return self._arrays
 
     @staticmethod
     def _hidden(chunk: Chunk, twins: set[tuple[int, str]], steps: set[int]) -> np.ndarray:
-        """Which rows are shown by a twin that has more; a dump holds rows of one step."""
+        """Which rows are hidden, because a source with more columns shows the same row (`twins`). A dump holds rows of one
+        step."""
         if not twins or (chunk.kind == "dump" and chunk.name not in steps):
             return np.zeros(len(chunk.keys), bool)
         rows = zip(chunk.columns()[0][:, 0].tolist(), chunk.keys, strict=True)
@@ -157,7 +160,7 @@ class RowTable:
     def select(
         self,
         *,
-        words: dict[str, str],
+        labels: dict[str, str],
         ranges: dict[str, tuple[float | None, float | None]],
         text: str,
         sort: str,
@@ -168,8 +171,8 @@ class RowTable:
         """One page of the rows that pass every filter, and how many there are."""
         table = self.arrays()
         wanted = ~table["hidden"]
-        for name, word in words.items():
-            wanted &= table["words"][:, WORDS.index(name)] == self._codes.get(word, -1)
+        for name, word in labels.items():
+            wanted &= table["labels"][:, LABELS.index(name)] == self._codes.get(word, -1)
         for name, (low, high) in ranges.items():
             column = table["numbers"][:, NUMBERS.index(name)]
             if low is not None:
@@ -194,14 +197,14 @@ class RowTable:
     def summary(self, index: int, snippet: int = 160) -> dict[str, Any]:
         table = self.arrays()
         chunk, row = table["chunks"][table["chunk"][index]], int(table["row"][index])
-        told: dict[str, Any] = {"id": row_id(chunk, row), "key": chunk.keys[row]}
-        told |= {name: _plain(value) for name, value in zip(NUMBERS, chunk.numbers[row], strict=True)}
+        found: dict[str, Any] = {"id": row_id(chunk, row), "key": chunk.keys[row]}
+        found |= {name: _plain(value) for name, value in zip(NUMBERS, chunk.numbers[row], strict=True)}
         names = list(self._codes)
-        told |= {name: names[code] for name, code in zip(WORDS, chunk.words[row], strict=True)}
+        found |= {name: names[code] for name, code in zip(LABELS, chunk.labels[row], strict=True)}
         prompt, completion = self.text(chunk, row)
-        told |= {"prompt": prompt[-snippet:], "completion": completion[:snippet]}
+        found |= {"prompt": prompt[-snippet:], "completion": completion[:snippet]}
         media = chunk.media[row] if chunk.text else media_of(self.line(chunk, row))
-        return told | {"media": media[:MOST_PICTURES]}
+        return found | {"media": media[:MOST_PICTURES]}
 
     def line(self, chunk: Chunk, row: int) -> dict[str, Any]:
         offset, length = chunk.places[row]
@@ -226,11 +229,11 @@ class RowTable:
         return None if row is None else (chunk, row)
 
     def choices(self) -> dict[str, list[str]]:
-        """The values that each word takes."""
+        """The values that each label takes."""
         table, names = self.arrays(), list(self._codes)
         return {
-            name: sorted(names[code] for code in np.unique(table["words"][:, column]) if names[code])
-            for column, name in enumerate(WORDS)
+            name: sorted(names[code] for code in np.unique(table["labels"][:, column]) if names[code])
+            for column, name in enumerate(LABELS)
         }
 
     def same_prompt(self, checksum: int, most: int = 200) -> list[dict[str, Any]]:
@@ -241,7 +244,7 @@ class RowTable:
     def spread(self, kind: str, most: int) -> list[dict[str, Any]]:
         """Rows of a kind: half of `most` are those with the largest KL, the others lie over all steps."""
         table = self.arrays()
-        mine = np.flatnonzero((table["words"][:, 0] == self._codes.get(kind, -1)) & ~table["hidden"])
+        mine = np.flatnonzero((table["labels"][:, 0] == self._codes.get(kind, -1)) & ~table["hidden"])
         kl = np.nan_to_num(table["numbers"][mine, NUMBERS.index("kl")], nan=-np.inf)
         worst = mine[np.argsort(-kl, kind="stable")[: most // 2]]
         others = np.setdiff1d(mine, worst)
@@ -257,15 +260,15 @@ class RowTable:
         chunk = self.chunks.get(("held-out", 0))
         if chunk is None or not chunk.keys:
             return []
-        numbers, words, prompts = chunk.columns()
-        steps, own = numbers[:, 0], words[:, WORDS.index("teacher")] == 0
+        numbers, labels, prompts = chunk.columns()
+        steps, own = numbers[:, 0], labels[:, LABELS.index("teacher")] == 0
         if not own.any():
             return []
         first, last = steps[own].min(), steps[own].max()
         shown: dict[int, int] = {}
         found = []
         for row in np.flatnonzero(own & (steps == last)).tolist():
-            source = int(words[row, WORDS.index("source")])
+            source = int(labels[row, LABELS.index("source")])
             if shown.setdefault(source, 0) >= each:
                 continue
             shown[source] += 1
@@ -307,7 +310,7 @@ class RowTable:
 
     def _matches(self, text: str) -> np.ndarray:
         """Rows whose text contains `text`, whatever the case. Reads files in blocks and decodes no line,
-        unless the words are also names of fields."""
+        unless `text` also occurs in names of fields."""
         table = self.arrays()
         found = np.zeros(len(table["row"]), bool)
         # As JSON writes it, with letters of other scripts as they are or escaped; both occur.

@@ -277,12 +277,12 @@ class RunView:
             table = self._rows.arrays()
             place = [one is chunk for one in table["chunks"]].index(True)
             index = int(np.flatnonzero((table["chunk"] == place) & (table["row"] == row))[0])
-            told = self._rows.summary(index)
-            told["line"] = {} if chunk.text else self._rows.line(chunk, row)
-            told["prompt"], told["completion"] = self._rows.text(chunk, row)
-            told["prompt_sum"] = chunk.prompts[row]
+            detail = self._rows.summary(index)
+            detail["line"] = {} if chunk.text else self._rows.line(chunk, row)
+            detail["prompt"], detail["completion"] = self._rows.text(chunk, row)
+            detail["prompt_sum"] = chunk.prompts[row]
         columns = self.columns(wanted)
-        return told | ({} if columns is None else token_view(columns, self.text(), first, at))
+        return detail | ({} if columns is None else token_view(columns, self.text(), first, at))
 
     def picture(self, name: str) -> tuple[bytes, str]:
         """(bytes, type) of a picture of this run, by its hash."""
@@ -325,8 +325,8 @@ class RunView:
         for row, key, at, (place, number, gap, wanted) in found:
             name = text.one(wanted) if wanted >= 0 else "(not recorded)"
             group = groups.setdefault(wanted, {"wanted": name, "id": wanted, "tokens": []})
-            told = {"row": row, "key": key, "step": at, "place": place, "text": text.one(number), "gap": gap}
-            group["tokens"].append(told)
+            token = {"row": row, "key": key, "step": at, "place": place, "text": text.one(number), "gap": gap}
+            group["tokens"].append(token)
         return sorted(groups.values(), key=lambda group: -sum(one["gap"] for one in group["tokens"]))
 
     def spread(self, kind: str, most: int) -> list[dict[str, Any]]:

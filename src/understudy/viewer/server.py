@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from understudy.errors import UnderstudyError
 from understudy.viewer.recipe_diff import differences
-from understudy.viewer.rows import NUMBERS, WORDS
+from understudy.viewer.rows import LABELS, NUMBERS
 from understudy.viewer.run_view import RunView
 
 HEADERS = {
@@ -148,14 +148,14 @@ def _text(status: int, text: str) -> Response:
 
 
 def _rows(run: RunView, asked: Mapping[str, str]) -> Any:
-    words = {name: asked[name] for name in WORDS if asked.get(name)}
+    labels = {name: asked[name] for name in LABELS if asked.get(name)}
     ranges = {
         name: (_float(asked.get(f"{name}_min")), _float(asked.get(f"{name}_max")))
         for name in NUMBERS
         if f"{name}_min" in asked or f"{name}_max" in asked
     }
     return run.rows(
-        words=words, ranges=ranges, text=asked.get("q", ""), sort=asked.get("sort", "step"),
+        labels=labels, ranges=ranges, text=asked.get("q", ""), sort=asked.get("sort", "step"),
         descending=asked.get("desc", "1") == "1", offset=max(0, int(asked.get("offset", 0))),
         limit=min(MOST_ROWS, int(asked.get("limit", 50))),
     )  # fmt: skip

@@ -427,5 +427,5 @@ class Receiver:
 
 def _first_line(error: BaseException) -> str:
     """The first line of a torch error, without the source location in front of it."""
-    said = str(error).strip().split("\n", 1)[0]
-    return said.split("] ", 1)[1] if said.startswith("[") and "] " in said else said
+    text = str(error).strip().split("\n", 1)[0]
+    return text.split("] ", 1)[1] if text.startswith("[") and "] " in text else text

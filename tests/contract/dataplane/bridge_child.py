@@ -35,17 +35,19 @@ FUNCTIONS = {"measure": measure, "total": total}
 
 
 async def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
+    settings = json.loads(sys.stdin.readline())
+    writer = RowWriter(
+        Path(settings["folder"]), QueueAddress.load(settings["address"]), prefix=settings["prefix"]
+    )
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, call, arguments = json.loads(line)
         given = msgspec.msgpack.decode(base64.b64decode(call), type=RemoteCall)
         try:
             answer = await answer_call(writer, FUNCTIONS[name], given, **arguments)
-            said = base64.b64encode(msgspec.msgpack.encode([answer.result, answer.written])).decode()
+            reply = base64.b64encode(msgspec.msgpack.encode([answer.result, answer.written])).decode()
         except Exception as error:
-            said = f"!{error}"
-        print("answer", said, flush=True)
+            reply = f"!{error}"
+        print("answer", reply, flush=True)
     writer.close()
 
 

@@ -14,18 +14,20 @@ from understudy.dataplane.transfer_queue.writer import RowWriter
 
 
 async def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
+    settings = json.loads(sys.stdin.readline())
+    writer = RowWriter(
+        Path(settings["folder"]), QueueAddress.load(settings["address"]), prefix=settings["prefix"]
+    )
     upload = writer._uploads.put
 
-    async def late(*words: object) -> bool:
+    async def late(*arguments: object) -> bool:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return await upload(*words)  # type: ignore[arg-type]
+        return await upload(*arguments)  # type: ignore[arg-type]
 
     writer._uploads.put = late  # type: ignore[method-assign]
-    columns = {"tokens": np.full(300, told["token"], np.int32), "reward": float(told["token"])}
-    written = await writer.write("train", {told["key"]: columns}, told["segment"])
-    print(json.dumps({"queued": written[told["key"]].queued}), flush=True)
+    columns = {"tokens": np.full(300, settings["token"], np.int32), "reward": float(settings["token"])}
+    written = await writer.write("train", {settings["key"]: columns}, settings["segment"])
+    print(json.dumps({"queued": written[settings["key"]].queued}), flush=True)
     writer.close()
 
 

@@ -10,9 +10,9 @@ from understudy.types.batch import BatchMeta
 
 
 async def main() -> None:
-    told = json.loads(sys.stdin.read())
-    reader = QueueReader(QueueAddress.load(told["address"]))
-    columns = await reader.get(BatchMeta("train", tuple(told["keys"]), tuple(told["fields"])))
+    settings = json.loads(sys.stdin.read())
+    reader = QueueReader(QueueAddress.load(settings["address"]))
+    columns = await reader.get(BatchMeta("train", tuple(settings["keys"]), tuple(settings["fields"])))
     answer = {
         "rows": [row.tolist() for row in columns["topk"]],
         "reward": columns["reward"],

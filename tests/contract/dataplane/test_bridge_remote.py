@@ -40,19 +40,19 @@ class RemoteProcess:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        told = {"folder": str(folder), "address": link.address.dump(), "prefix": link.partition_id("")}
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        settings = {"folder": str(folder), "address": link.address.dump(), "prefix": link.partition_id("")}
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
         return RemoteProcess(process)
 
     async def ask(self, name: str, call: RemoteCall, **arguments: Any) -> RemoteResult:
         sent = base64.b64encode(msgspec.msgpack.encode(call)).decode()
         line = json.dumps([name, sent, arguments]).encode() + b"\n"
         self.process.stdin.write(line)
-        while not (said := await self.process.stdout.readline()).startswith(b"answer "):
-            if not said:
+        while not (reply := await self.process.stdout.readline()).startswith(b"answer "):
+            if not reply:
                 raise ConnectionError("it is gone")
-        self.seen += len(line) + len(said)
-        text = said.decode().split(" ", 1)[1].strip()
+        self.seen += len(line) + len(reply)
+        text = reply.decode().split(" ", 1)[1].strip()
         if text.startswith("!"):
             raise DataPlaneError(text[1:])
         result, written = msgspec.msgpack.decode(base64.b64decode(text))

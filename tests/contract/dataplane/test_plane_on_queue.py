@@ -52,11 +52,11 @@ def test_another_process_reads_rows_and_none_of_their_bytes_pass_here(tmp_path: 
     names = keys(6)
 
     def ask(meta: BatchMeta, address: str) -> dict[str, Any]:
-        told = json.dumps({"address": address, "keys": meta.keys, "fields": meta.fields})
+        settings = json.dumps({"address": address, "keys": meta.keys, "fields": meta.fields})
         child = Path(__file__).with_name("queue_reader_child.py")
         out = subprocess.run(
             [sys.executable, str(child)],
-            input=told,
+            input=settings,
             capture_output=True,
             text=True,
             check=True,

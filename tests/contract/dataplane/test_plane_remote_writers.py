@@ -167,11 +167,11 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert late.stdin is not None and late.stdout is not None
-        told = {
+        settings = {
             "folder": str(tmp_path), "address": link.address.dump(), "prefix": link.partition_id(""),
             "key": "a_0_0", "token": 1, "segment": plane.writer_segments.take(1).number,
         }  # fmt: skip
-        late.stdin.write(json.dumps(told).encode() + b"\n")
+        late.stdin.write(json.dumps(settings).encode() + b"\n")
         while psutil.Process(late.pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.05)
         plane.writer_segments.end(1)

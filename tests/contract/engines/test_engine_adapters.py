@@ -91,7 +91,7 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
                 "started again from the base, with the newest"
             )
 
-            policy._base_mark = bytes(16)
+            policy._weights._base_mark = bytes(16)
             with pytest.raises(EngineError, match="belong to other weights than this engine has loaded"):
                 await alone.publish(6)
             assert await worst_difference(engine, policy, 5) < 1e-5, "what is refused changes nothing"

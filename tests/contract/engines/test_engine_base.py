@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from understudy.assembly.engine_processes import HostSettings, start_hosts
 from understudy.assembly.processes.scoring_engine import EngineBase
-from understudy.assembly.teacher_processes import EngineTeachers
+from understudy.assembly.teachers.launchers import EngineTeachers
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.hosted.engine import HostedEngine

@@ -315,14 +315,14 @@ def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosted(make_model(), tmp_path) as (engine, processes):
-            told: list[str] = []
-            engine._restarts, engine._notify = Restarts(most=2, first_wait_s=0.05), told.append
+            notes: list[str] = []
+            engine._restarts, engine._notify = Restarts(most=2, first_wait_s=0.05), notes.append
             (tmp_path / "student" / "config.json").write_text("{}")
             os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
             with pytest.raises(EngineError, match=r"no engine process is left.*cannot be loaded"):
                 await engine.generate(requests(1, Sampling(4)))
-            assert "none serves now, so the run waits until one is back" in told[0]
-            assert "given up after 2 restarts" in told[-1] and len(told) == 2
+            assert "none serves now, so the run waits until one is back" in notes[0]
+            assert "given up after 2 restarts" in notes[-1] and len(notes) == 2
 
     asyncio.run(asyncio.wait_for(body(), 120))
 
@@ -332,8 +332,8 @@ def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert host.main(["--model", str(tmp_path), "--max-length", "8"]) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert told[-1].startswith(f"error: the model {tmp_path} cannot be loaded")
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"error: the model {tmp_path} cannot be loaded")
     assert host.main(["--model", str(tmp_path), "--max-length", "8", "--bind", "0.0.0.0:0"]) == 2
     assert "refused without a token" in capsys.readouterr().err
 
@@ -351,10 +351,10 @@ def test_it_ends_with_its_launcher_and_takes_the_snapshots_along_where_the_train
     for name in ("v3.safetensors", ".v4.safetensors"):
         (weights / name).write_bytes(b"x")
     read, write = os.pipe()
-    words = ["--model", str(tmp_path / "student"), "--max-length", "32", "--threads", "1"]
-    words += ["--weights", str(weights), "--ready-file", str(ready), "--watch-fd", str(read)]
+    arguments = ["--model", str(tmp_path / "student"), "--max-length", "32", "--threads", "1"]
+    arguments += ["--weights", str(weights), "--ready-file", str(ready), "--watch-fd", str(read)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "understudy.engines.hosted.process", *words], pass_fds=[read]
+        [sys.executable, "-m", "understudy.engines.hosted.process", *arguments], pass_fds=[read]
     )
     try:
         os.close(read)

@@ -77,8 +77,8 @@ def test_a_remote_server_gets_every_version_and_outlives_its_death(
 
             async def check(model: Any, version: int) -> None:
                 found = await engine.generate(ASKED)
-                told = [(g.tokens.tolist(), [round(x, 3) for x in g.logprobs.tolist()]) for g in found]
-                assert told == await written_by(model)
+                written = [(g.tokens.tolist(), [round(x, 3) for x in g.logprobs.tolist()]) for g in found]
+                assert written == await written_by(model)
                 assert {v for g in found for v in g.weight_versions.tolist()} == {version}
 
             await check(first, 0)

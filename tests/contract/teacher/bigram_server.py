@@ -67,8 +67,8 @@ def main() -> None:
         kept.seek(0)
         life = len(kept.readlines())
         kept.write(json.dumps(sys.argv[1:]) + "\n")
-    words = plan.read_text().split(",")
-    does = words[min(life, len(words) - 1)]
+    actions = plan.read_text().split(",")
+    does = actions[min(life, len(actions) - 1)]
     if does == "dies at once":
         sys.exit(LAST_WORDS)
     left = int(does) if does.isdigit() else None

@@ -299,8 +299,12 @@ def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions,
     assert "come as text, not as token ids" in text.missing["topk 1"]  # type: ignore[attr-defined]
     with pytest.raises(TeacherError, match="gives no prompt logprobs for token ids") as caught:
         using(completions(fakes["no echo"][1]), lambda c: c.manifest())
-    told = str(caught.value)
-    assert "(404)" in told and "the answer has no prompt_logprobs" in told and "'echo' and 'logprobs'" in told
+    message = str(caught.value)
+    assert (
+        "(404)" in message
+        and "the answer has no prompt_logprobs" in message
+        and "'echo' and 'logprobs'" in message
+    )
 
 
 def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
@@ -316,7 +320,7 @@ def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompleti
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         ("null", "no logprob for token"),
         ("shifted", "no logprob for token|two different logprobs"),
@@ -325,7 +329,7 @@ def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompleti
 )
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_spoilt_answers_are_caught(
-    flavour: str, spoil: str, told: str, fakes: dict[str, tuple[FakeCompletions, str]]
+    flavour: str, spoil: str, message: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     fake, url = fakes[flavour]
     tokens = np.array([5, 9, 14, 22, 31, 47, 3, 11], np.int32)
@@ -338,7 +342,7 @@ def test_spoilt_answers_are_caught(
         return await c.score([item])
 
     try:
-        with pytest.raises(TeacherReplyError, match=told) as caught:
+        with pytest.raises(TeacherReplyError, match=message) as caught:
             using(client, ask)
     finally:
         fake.spoil = None

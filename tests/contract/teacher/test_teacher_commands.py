@@ -25,11 +25,11 @@ def serve(model: Path, log: Path, *options: str, token: str | None = None) -> Co
     env.pop("UNDERSTUDY_TOKEN", None)
     if token:
         env["UNDERSTUDY_TOKEN"] = token
-    words = ["serve-teacher", str(model), "--name", "math", "--bind", "127.0.0.1:0", *options]
+    arguments = ["serve-teacher", str(model), "--name", "math", "--bind", "127.0.0.1:0", *options]
     with log.open("wb") as sink:
-        if forked := forked_command(words, env, sink.fileno()):
+        if forked := forked_command(arguments, env, sink.fileno()):
             return forked
-        command = [sys.executable, "-m", "understudy.cli.main", *words]
+        command = [sys.executable, "-m", "understudy.cli.main", *arguments]
         return subprocess.Popen(command, env=env, stdout=sink, stderr=sink, text=True)
 
 

@@ -151,7 +151,7 @@ def named_outside() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("make", "status", "kind", "told"),
+    ("make", "status", "kind", "message"),
     [
         (lambda: b"", 400, "frame", "24 bytes"),
         (lambda: b"x" * 500, 400, "frame", "starts with"),
@@ -167,12 +167,12 @@ def named_outside() -> bytes:
     ],
 )
 def test_what_it_will_not_serve_it_refuses_with_the_reason(
-    server: str, make, status: int, kind: str, told: str
+    server: str, make, status: int, kind: str, message: str
 ) -> None:
     response = post(server, make())
     assert response.status_code == status
     error = response.json()["error"]
-    assert error["kind"] == kind and told in error["message"]
+    assert error["kind"] == kind and message in error["message"]
     assert still_scores(server)
 
 

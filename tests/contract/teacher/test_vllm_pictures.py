@@ -59,12 +59,12 @@ class Served:
         names = tuple(self.store.put(PICTURES[one]) for one in shown)
         around = "<|vision_start|>{}<|vision_end|>" if reader.processor.family in QWEN else "{}"
         parts = [around.format(reader.processor.text_of(reader.size(n))) for n in names]
-        asked, said = (
+        asked, answer = (
             self.tokenizer(text, add_special_tokens=False)["input_ids"]
             for text in (f"look: {' then '.join(parts)}?", "an answer")
         )
-        positions = np.arange(len(asked), len(asked) + len(said), dtype=np.int32)
-        return ScoreItem(key, np.array(asked + said, np.int32), positions, Signal.TOPK, K, media=names)
+        positions = np.arange(len(asked), len(asked) + len(answer), dtype=np.int32)
+        return ScoreItem(key, np.array(asked + answer, np.int32), positions, Signal.TOPK, K, media=names)
 
     def check(self, item: ScoreItem, shown: tuple[str, ...], scores: TeacherScores) -> None:
         model = AutoModelForImageTextToText.from_pretrained(self.folder).eval()

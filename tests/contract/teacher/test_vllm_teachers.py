@@ -19,7 +19,7 @@ import pytest
 from bigram_server import LAST_WORDS, lives, logprobs, stand_in
 from teacher_rig import VOCAB, random_items, write_model
 
-from understudy.assembly.teacher_processes import VLLMTeachers
+from understudy.assembly.teachers.launchers import VLLMTeachers
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import parse_recipe
 from understudy.errors import ClusterError, TeacherError, UnderstudyError
@@ -59,7 +59,7 @@ def with_teacher(
     )
 
     async def inner() -> None:
-        started, told = processes(folder / "logs", start_timeout=60), list[PoolEvent]()
+        started, events = processes(folder / "logs", start_timeout=60), list[PoolEvent]()
         config = recipe.teachers["big"]
         seats = Seats(seat(recipe, 0), [])
         launcher = VLLMTeachers(started, "big", config, RequestBatching.BY_REQUEST, "token", seats, K)
@@ -72,11 +72,11 @@ def with_teacher(
             connect=connect_external(
                 VOCAB, model="big", backend=Backend.VLLM, k=K, batching=RequestBatching.BY_REQUEST
             ),
-            on_event=told.append,
+            on_event=events.append,
         )
         try:
             await pool.start()
-            await body(pool, started, told)
+            await body(pool, started, events)
         finally:
             await pool.close()
             await started.close()
@@ -91,8 +91,8 @@ def running_servers(folder: Path) -> list[int]:
     """Servers of this test, children of the test's process or not."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if str(folder / "model") in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+        command = " ".join(process.info["cmdline"] or [])
+        if str(folder / "model") in command and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process.info["pid"])
     return found
 
@@ -115,7 +115,7 @@ def child_of(processes: LocalProcesses, replica: int = 0) -> Child:
 def test_it_is_started_with_what_the_recipe_says_and_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         items = [*random_items(5, 1, Signal.TOPK, K), *random_items(3, 2, Signal.SAMPLED)]
         assert_enumerated(items, await pool.score(items))
         manifest = pool.manifest
@@ -132,8 +132,8 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
         tensor_parallel=2,
         engine_args=["--gpu-memory-utilization=0.4"],
     )
-    (words,) = lives(tmp_path)
-    line = " ".join(words)
+    (command,) = lives(tmp_path)
+    line = " ".join(command)
     for part in (
         f"--model {tmp_path / 'model'}", "--served-model-name big", "--dtype bfloat16", "--max-model-len 48", "--max-num-seqs 1",
         f"--max-logprobs={K + 4}", "--tensor-parallel-size=2", "--gpu-memory-utilization=0.4", "--no-enable-prefix-caching", "--enforce-eager",
@@ -146,12 +146,12 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
 def test_killed_it_is_started_again_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
-    async def body(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         items = random_items(4, 1, Signal.TOPK, K)
         before = await pool.score(items)
         os.kill(child_of(processes).ready[killed], signal.SIGKILL)
         first = await pool.score(items)  # a server whose parent was killed may still answer
-        await until(lambda: EventKind.RESTARTED in [event.kind for event in told])
+        await until(lambda: EventKind.RESTARTED in [event.kind for event in events])
         for after in (first, await pool.score(items)):
             assert_enumerated(items, after)
             for one, other in zip(before, after, strict=True):
@@ -167,11 +167,11 @@ def test_killed_it_is_started_again_and_no_row_is_lost(
 def test_one_of_two_dies_in_a_request_and_the_other_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         for seed in range(6):
             items = random_items(4, seed, Signal.TOPK, K)
             assert_enumerated(items, await pool.score(items))
-        assert any(event.kind is EventKind.RETRIED for event in told)
+        assert any(event.kind is EventKind.RETRIED for event in events)
 
     with_teacher(tmp_path, monkeypatch, body, plan="12,serves", replicas=2)
 
@@ -179,14 +179,17 @@ def test_one_of_two_dies_in_a_request_and_the_other_answers(
 def test_given_up_after_its_restarts_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         os.kill(child_of(processes).ready["server"], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(ClusterError) as caught:
             await pool.score(random_items(2, 1, Signal.SAMPLED))
         assert time.monotonic() - began < 60
-        words = str(caught.value)
-        assert LAST_WORDS in words and "given up after 1 restart in a row (cluster.restarts.teacher)" in words
+        message = str(caught.value)
+        assert (
+            LAST_WORDS in message
+            and "given up after 1 restart in a row (cluster.restarts.teacher)" in message
+        )
 
     with_teacher(tmp_path, monkeypatch, body, plan="serves,dies at once", most=1)
     assert len(lives(tmp_path)) == 2
@@ -195,7 +198,7 @@ def test_given_up_after_its_restarts_with_its_last_words(
 def test_one_that_never_starts_ends_the_run_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def never(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         raise AssertionError("it started")
 
     with pytest.raises(UnderstudyError, match="No available memory for the cache blocks"):
@@ -213,7 +216,7 @@ class RemoteProcesses(LocalProcesses):
 def test_on_another_machine_it_answers_through_a_proxy_that_asks_for_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(pool: TeacherPool, processes: LocalProcesses, told: list[PoolEvent]) -> None:
+    async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
         items = random_items(3, 1, Signal.TOPK, K)
         assert_enumerated(items, await pool.score(items))
         ready = child_of(processes).ready

@@ -101,13 +101,13 @@ def test_a_model_is_whole_without_the_optimizer_s_state(
         file.unlink()
         if trouble == "damaged":
             file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
-    for words, folder in ((["--best"], files[0].parent), ([], files[-1].parent)):
-        out = tmp_path / f"model{len(words)}"
-        code, output = call_cli("export", str(run), str(out), *words)
+    for flags, folder in ((["--best"], files[0].parent), ([], files[-1].parent)):
+        out = tmp_path / f"model{len(flags)}"
+        code, output = call_cli("export", str(run), str(out), *flags)
         assert code == 0, output
         exported, stored = (load_file(one / "model.safetensors") for one in (out, folder))
         assert all(exported[name].tobytes() == stored[name].tobytes() for name in stored)
-        code, output = call_cli("eval", str(run), "--samples", "2", *words)
+        code, output = call_cli("eval", str(run), "--samples", "2", *flags)
         assert code == 0, output
     code, output = call_cli("export", str(run), str(tmp_path / "averaged"), "--averaged")
     assert code == 2 and "optimizer.safetensors" in output, output
@@ -191,8 +191,8 @@ def test_the_command_measures_the_model_that_was_measured(
     )  # fmt: skip
     run = understudy.train(table, progress=False)
     assert main(["eval", str(run.dir)]) == 0
-    said = capsys.readouterr().out
-    found = next(float(line.split()[1]) for line in said.splitlines() if line.startswith("accuracy "))
+    output = capsys.readouterr().out
+    found = next(float(line.split()[1]) for line in output.splitlines() if line.startswith("accuracy "))
     assert found == pytest.approx(run.metrics[-1]["val/accuracy"], abs=1e-4)
     plain = recipe(
         "plain", data__eval=str(data), data__reward=reward, trainer__steps=1, student__dtype="bfloat16"
@@ -232,13 +232,15 @@ def test_a_reward_in_the_current_folder_is_found(
         "def always(row, text):\n    return 1.0\n\ndef points(row, text):\n    return 7.5\n"
     )
     monkeypatch.chdir(tmp_path)
-    words = ["--data", str(place / "eval.jsonl"), "--samples", "2", "--max-new-tokens", "4"]
-    code, said = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:always", *words)
-    assert code == 0 and "accuracy                         1.0000" in said, said
-    code, said = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:points", *words)
-    assert code == 0 and "mean reward                      7.5000" in said and "accuracy" not in said, said
-    code, said = call_cli("eval", str(measured), "--reward", "nowhere_at_all:f", *words)
-    assert code == 2 and f"modules are looked up in {tmp_path}" in said.replace(f"{place}, ", ""), said
+    arguments = ["--data", str(place / "eval.jsonl"), "--samples", "2", "--max-new-tokens", "4"]
+    code, output = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:always", *arguments)
+    assert code == 0 and "accuracy                         1.0000" in output, output
+    code, output = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:points", *arguments)
+    assert code == 0 and "mean reward                      7.5000" in output and "accuracy" not in output, (
+        output
+    )
+    code, output = call_cli("eval", str(measured), "--reward", "nowhere_at_all:f", *arguments)
+    assert code == 2 and f"modules are looked up in {tmp_path}" in output.replace(f"{place}, ", ""), output
 
 
 def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_the_whole_context(
@@ -264,8 +266,8 @@ def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_th
     )  # fmt: skip
     reward = "understudy.rollout.rewards.builtin:exact_match"
     model = str(recipe()["student"]["model"])
-    words = ("eval", model, "--data", str(data), "--reward", reward, "--max-new-tokens", "5")
-    code, output = call_cli(*words)
+    arguments = ("eval", model, "--data", str(data), "--reward", reward, "--max-new-tokens", "5")
+    code, output = call_cli(*arguments)
     assert code == 0 and lengths == [longest + 5], output
 
 
@@ -281,5 +283,5 @@ def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: 
     )
     run = understudy.train(table, progress=False)
     assert "evaluating on 4 problems" in call_cli("eval", str(run.dir))[1]
-    code, said = call_cli("eval", str(run.dir), "--max-new-tokens", "60")
-    assert code == 0 and "evaluating on 3 problems" in said, said
+    code, output = call_cli("eval", str(run.dir), "--max-new-tokens", "60")
+    assert code == 0 and "evaluating on 3 problems" in output, output

@@ -123,8 +123,8 @@ def test_an_evaluation_that_cannot_begin_closes_its_engine_and_removes_its_folde
     monkeypatch.setattr(HFEngine, "close", noted)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     student, reward = str(ASSETS / "models" / "student"), "understudy.rollout.rewards.builtin:exact_match"
-    with pytest.raises(ConfigError, match="no_such") as told:
+    with pytest.raises(ConfigError, match="no_such") as raised:
         asyncio.run(evaluate_model(student, held_out, reward, 4, None, "no_such:Agent"))
     assert len(closed) == 1
     assert not list(tmp_path.glob("understudy-eval-*"))
-    del told  # kept the frames until here: the folder was not removed by the garbage collector
+    del raised  # kept the frames until here: the folder was not removed by the garbage collector

@@ -121,10 +121,10 @@ def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
     assert code == 0, output
     killed = Path(table["run"]["dir"])
     assert same_bits(weights_of(killed), weights_of(reference))
-    told = [
+    metrics = [
         [without_clock(line) for line in read_metrics(run / "metrics.jsonl")] for run in (killed, reference)
     ]
-    assert told[0] == told[1]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"student__model": "text"}, "reads text only. Supported are Qwen2.5-VL"),
         ({"rollout__engine": "openai", "rollout__urls": ["http://127.0.0.1:1"], "rollout__live_weights": False}, "gets text only"),
@@ -195,8 +195,8 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
         ({"loss__task_coef": 1.0, "loss__advantage": "gae", "critic__learning_rate": 1e-4}, "a critic reads text only; leave [critic] out"),
     ],
 )  # fmt: skip
-def test_check_refuses_what_is_not_supported(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_check_refuses_what_is_not_supported(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     text = str(text_folder("qwen3_vl"))
     changes = {name: text if value == "text" else value for name, value in changes.items()}
     code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table_of(tmp_path, **changes))))
-    assert code != 0 and said in " ".join(output.split()), output
+    assert code != 0 and message in " ".join(output.split()), output

@@ -20,23 +20,23 @@ STUDENT = ASSETS / "models" / "student"
 
 
 @pytest.fixture
-def told(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs `check` and `train` on a changed recipe: both must refuse with the same line, exit code 2."""
 
     def run(**overrides: Any) -> str:
         path = write_toml(tmp_path / "recipe.toml", recipe("never", **overrides))
-        said = []
+        outputs = []
         for command in ("check", "train"):
             assert main([command, str(path)]) == 2
             lines = capsys.readouterr().err.splitlines(keepends=True)
             # A busy machine may have taken long enough to be told how far it has come.
-            said.append(
+            outputs.append(
                 "".join(line for line in lines if not line.startswith(("reading ", "checking ", "asking ")))
             )
-            assert "Traceback" not in said[-1]
+            assert "Traceback" not in outputs[-1]
         assert not (tmp_path / "never").exists(), "nothing may be started or written"
-        assert said[0] == said[1]
-        return said[0]
+        assert outputs[0] == outputs[1]
+        return outputs[0]
 
     return run
 
@@ -54,30 +54,31 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_misspelt_key(told: Callable[..., str]) -> None:
-    assert "unknown key `loss.top_k`; did you mean `loss.topk`?" in told(loss__top_k=4)
+def test_misspelt_key(refusal: Callable[..., str]) -> None:
+    assert "unknown key `loss.top_k`; did you mean `loss.topk`?" in refusal(loss__top_k=4)
 
 
-def test_wrong_type(told: Callable[..., str]) -> None:
-    assert "`trainer.steps` = 'ten'" in told(trainer__steps="ten")
+def test_wrong_type(refusal: Callable[..., str]) -> None:
+    assert "`trainer.steps` = 'ten'" in refusal(trainer__steps="ten")
 
 
-def test_eight_bits_without_a_gpu(told: Callable[..., str]) -> None:
-    assert "rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = 'cpu' is a CPU here" in told(
-        student__device="cpu", rollout__kv_cache="fp8"
+def test_eight_bits_without_a_gpu(refusal: Callable[..., str]) -> None:
+    assert (
+        "rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = 'cpu' is a CPU here"
+        in refusal(student__device="cpu", rollout__kv_cache="fp8")
     )
 
 
-def test_missing_model_folder(told: Callable[..., str], tmp_path: Path) -> None:
-    assert "no such folder" in told(student__model=str(tmp_path / "nowhere"))
+def test_missing_model_folder(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such folder" in refusal(student__model=str(tmp_path / "nowhere"))
 
 
-def test_folder_without_weights(told: Callable[..., str], tmp_path: Path) -> None:
+def test_folder_without_weights(refusal: Callable[..., str], tmp_path: Path) -> None:
     folder = copy_model(tmp_path, lambda path: (path / "model.safetensors").unlink())
-    assert "no *.safetensors" in told(student__model=folder)
+    assert "no *.safetensors" in refusal(student__model=folder)
 
 
-def test_teacher_with_another_tokenizer(told: Callable[..., str], tmp_path: Path) -> None:
+def test_teacher_with_another_tokenizer(refusal: Callable[..., str], tmp_path: Path) -> None:
     def swap(folder: Path) -> None:
         def exchange(tokenizer: dict[str, Any]) -> None:
             vocab = tokenizer["model"]["vocab"]
@@ -86,30 +87,31 @@ def test_teacher_with_another_tokenizer(told: Callable[..., str], tmp_path: Path
 
         edit(folder / "tokenizer.json", exchange)
 
-    said = told(teachers__add={"model": copy_model(tmp_path, swap), "key": "add"})
+    message = refusal(teachers__add={"model": copy_model(tmp_path, swap), "key": "add"})
     assert (
-        "teachers.add: its tokenizer differs from the student's in 2 of the ids that both have: id " in said
+        "teachers.add: its tokenizer differs from the student's in 2 of the ids that both have: id "
+        in message
     )
-    assert "choose a teacher of the student's family" in " ".join(said.split())
+    assert "choose a teacher of the student's family" in " ".join(message.split())
 
 
-def test_teacher_without_the_students_eos(told: Callable[..., str], tmp_path: Path) -> None:
+def test_teacher_without_the_students_eos(refusal: Callable[..., str], tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         edit(folder / "config.json", lambda config: config.update(vocab_size=1))
 
-    said = told(teachers__add={"model": copy_model(tmp_path, change), "key": "add"})
-    assert "which ends the student's turns, so no rollout could end" in " ".join(said.split())
+    message = refusal(teachers__add={"model": copy_model(tmp_path, change), "key": "add"})
+    assert "which ends the student's turns, so no rollout could end" in " ".join(message.split())
 
 
-def test_port_in_use(told: Callable[..., str]) -> None:
+def test_port_in_use(refusal: Callable[..., str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = told(
+        message = refusal(
             teachers__add={"model": str(ASSETS / "models" / "teacher-add"), "key": "add", "ports": [port]}
         )
-    assert f"port {port} cannot be used" in said
+    assert f"port {port} cannot be used" in message
 
 
 @pytest.mark.parametrize(
@@ -130,34 +132,36 @@ def test_port_in_use(told: Callable[..., str]) -> None:
     ],
     ids=["no prompt", "bad json", "empty", "not an object", "no teacher for it", "too long"],
 )
-def test_bad_data(told: Callable[..., str], tmp_path: Path, text: str, expected: str) -> None:
+def test_bad_data(refusal: Callable[..., str], tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(text)
-    assert expected in told(data__train=str(path)).replace("\n", " ")
+    assert expected in refusal(data__train=str(path)).replace("\n", " ")
 
 
-def test_missing_data_file(told: Callable[..., str], tmp_path: Path) -> None:
-    assert "does not exist" in told(data__train=str(tmp_path / "none.jsonl"))
+def test_missing_data_file(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "does not exist" in refusal(data__train=str(tmp_path / "none.jsonl"))
 
 
-def test_k_larger_than_the_vocabulary(told: Callable[..., str]) -> None:
-    assert "loss.topk = 5000 is larger than the vocabulary" in told(loss__topk=5000)
+def test_k_larger_than_the_vocabulary(refusal: Callable[..., str]) -> None:
+    assert "loss.topk = 5000 is larger than the vocabulary" in refusal(loss__topk=5000)
 
 
-def test_a_loss_that_makes_no_sense(told: Callable[..., str]) -> None:
-    assert "zero in expectation" in told(loss={"kind": "k1", "signal": "sampled"})
-    assert "zero expected gradient" in told(loss={"kind": "forward_kl", "topk": 8, "policy_gradient": True})
+def test_a_loss_that_makes_no_sense(refusal: Callable[..., str]) -> None:
+    assert "zero in expectation" in refusal(loss={"kind": "k1", "signal": "sampled"})
+    assert "zero expected gradient" in refusal(
+        loss={"kind": "forward_kl", "topk": 8, "policy_gradient": True}
+    )
 
 
-def test_a_reward_that_is_not_there(told: Callable[..., str]) -> None:
-    assert "did you mean 'exact_match'?" in told(
+def test_a_reward_that_is_not_there(refusal: Callable[..., str]) -> None:
+    assert "did you mean 'exact_match'?" in refusal(
         data__reward="understudy.rollout.rewards.builtin:exact_macth"
     )
 
 
-def test_several_problems_are_told_together(told: Callable[..., str], tmp_path: Path) -> None:
-    said = told(loss__top_k=4, student__model=str(tmp_path / "nowhere"), trainer__steps=0)
-    assert "loss.top_k" in said and "trainer.steps" in said
+def test_several_problems_are_told_together(refusal: Callable[..., str], tmp_path: Path) -> None:
+    message = refusal(loss__top_k=4, student__model=str(tmp_path / "nowhere"), trainer__steps=0)
+    assert "loss.top_k" in message and "trainer.steps" in message
 
 
 def test_a_run_directory_that_exists(
@@ -197,9 +201,9 @@ def test_an_external_teacher_that_is_not_there(
         path = write_toml(tmp_path / "recipe.toml", recipe("gone", teachers__add=external))
         assert main(["train", str(path), "--quiet"]) == 2
         server.shutdown()
-    said = capsys.readouterr().err
-    told = "teacher add" if answers else "teachers.add.urls: no server accepts connections"
-    assert told in said and "Traceback" not in said, said
+    output = capsys.readouterr().err
+    message = "teacher add" if answers else "teachers.add.urls: no server accepts connections"
+    assert message in output and "Traceback" not in output, output
     assert "Retrying" not in caplog.text, "a hub that was not reached is not asked again, which takes 25 s"
 
 

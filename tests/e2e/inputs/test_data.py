@@ -183,9 +183,9 @@ def test_reward_loop_and_tool_lie_beside_the_recipe(
     settings = {"data__reward": "own_parts:reward", "rollout__agent": "own_parts:Loop", "rollout__workers": 1}
     table = recipe("own", trainer__steps=1, trainer__batch_size=4, trainer__checkpoint_every=1, **settings)
     path = write_toml(tmp_path / "project" / "recipe.toml", table)
-    code, said = call_cli("train", str(path), "--quiet")
-    assert code == 0, said
+    code, output = call_cli("train", str(path), "--quiet")
+    assert code == 0, output
     monkeypatch.chdir("/")
-    code, said = run_cli("resume", str(tmp_path / "own"), "trainer.steps=2", "rollout.workers=0", "--quiet")
-    assert code == 0, said
+    code, output = run_cli("resume", str(tmp_path / "own"), "trainer.steps=2", "rollout.workers=0", "--quiet")
+    assert code == 0, output
     assert audit(tmp_path / "own").trained == 8

@@ -128,7 +128,7 @@ def test_given_answers_alone_are_supervised_fine_tuning(small: Make, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"rollout__off_policy": 0.5}, "the student's own answers would teach it nothing; set rollout.off_policy = 1"),
         ({"loss": {"distill_coef": 0.0}}, "both 0: nothing would be learnt"),
@@ -137,9 +137,9 @@ def test_given_answers_alone_are_supervised_fine_tuning(small: Make, tmp_path: P
     ],
 )  # fmt: skip
 def test_what_given_answers_alone_cannot_do_is_refused(
-    small: Make, change: dict[str, Any], words: str
+    small: Make, change: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         parse_recipe(small("never", **{**ALONE, **change}))
 
 
@@ -189,15 +189,15 @@ def test_trls_formats_give_the_same_bits(small: Make, tmp_path: Path) -> None:
     """The answer as a column, as the chat's last message and as TRL's conversational completion."""
     (tmp_path / "trl").mkdir()
     plain = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:32]]
-    said = [[{"role": "assistant", "content": row["answer"]}] for row in plain]
+    answers = [[{"role": "assistant", "content": row["answer"]}] for row in plain]
     formats = {
         "messages": [
             {"messages": row["messages"] + end, "data_source": row["data_source"]}
-            for row, end in zip(plain, said, strict=True)
+            for row, end in zip(plain, answers, strict=True)
         ],
         "conversational": [
             {"prompt": row["messages"], "completion": end, "data_source": row["data_source"]}
-            for row, end in zip(plain, said, strict=True)
+            for row, end in zip(plain, answers, strict=True)
         ],
     }
     expected = bits(understudy.train(small("plain"), progress=False).dir)
@@ -225,7 +225,7 @@ def test_task_rewards_are_of_the_students_rows(small: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (
             {"loss__kind": "k2", "loss__signal": "sampled", "loss__sft_coef": 0.0},
@@ -237,8 +237,8 @@ def test_task_rewards_are_of_the_students_rows(small: Make) -> None:
         ({"rollout__agent": "tool"}, "a given answer is one turn"),
     ],
 )
-def test_what_cannot_be_learnt_is_refused(small: Make, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_learnt_is_refused(small: Make, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         understudy.train(small("never", **change), progress=False)
 
 
@@ -248,9 +248,9 @@ def test_a_teachers_answers_are_written_once_and_learnt_from(small: Make, tmp_pa
     sums = [row for row in rows if row["data_source"] == "add"][:24]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     teacher, written = str(ASSETS / "models" / "teacher-add"), tmp_path / "written.jsonl"
-    words = ["--reward", "understudy.rollout.rewards.builtin:exact_match", "--answers", str(written)]
+    arguments = ["--reward", "understudy.rollout.rewards.builtin:exact_match", "--answers", str(written)]
     code, output = call_cli(
-        "eval", teacher, "--data", str(tmp_path / "sums.jsonl"), "--max-new-tokens", "8", *words
+        "eval", teacher, "--data", str(tmp_path / "sums.jsonl"), "--max-new-tokens", "8", *arguments
     )
     assert code == 0, output
     found = [json.loads(line) for line in written.read_text().splitlines()]
@@ -258,7 +258,7 @@ def test_a_teachers_answers_are_written_once_and_learnt_from(small: Make, tmp_pa
     assert {(row["written"] == row["answer"]) == (row["written_reward"] == 1.0) for row in found} == {True}
     assert np.mean([row["written_reward"] for row in found]) > 0.9
     code, output = call_cli(
-        "eval", teacher, "--data", str(tmp_path / "sums.jsonl"), "--max-new-tokens", "3", *words
+        "eval", teacher, "--data", str(tmp_path / "sums.jsonl"), "--max-new-tokens", "3", *arguments
     )
     assert code == 0 and len(written.read_text().splitlines()) < 24, output
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))

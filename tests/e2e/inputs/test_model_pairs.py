@@ -91,12 +91,12 @@ def test_a_base_student_under_an_instruct_teacher(tmp_path: Path) -> None:
     """Qwen2.5's shape: other eos, eos list, template and padding, and a token that only the teacher has."""
     student, teacher = write_pair(tmp_path, more=("<think>",))
     recipe = table(tmp_path, student, teacher)
-    code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
-    said = " ".join(said.split())
-    assert code == 0, said
+    code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
+    output = " ".join(output.split())
+    assert code == 0, output
     ends = "teachers.math ends its turns with '<|endoftext|>' (256), '<|im_end|>' (258); rollouts end with the student's '<|endoftext|>' (256)"
-    assert ends in said and "1 token ('<think>' (278)) that the student lacks" in said
-    assert "another chat template" in said
+    assert ends in output and "1 token ('<think>' (278)) that the student lacks" in output
+    assert "another chat template" in output
     run = understudy.train(recipe, progress=False)
     assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": [], "placeholders": []}
     first = steps_without_dead_letters(run.dir)[0]
@@ -108,8 +108,8 @@ def test_the_pair_at_its_real_size(tmp_path: Path) -> None:
     """Qwen2.5-0.5B under Qwen2.5-3B-Instruct: 151,665 tokens, heads of 151,936 and 152,064 rows."""
     student, teacher = write_pair(tmp_path, base=151_643, rows=(151_936, 152_064))
     recipe = table(tmp_path, student, teacher)
-    code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
-    assert code == 0 and "'<|endoftext|>' (151643), '<|im_end|>' (151645)" in " ".join(said.split()), said
+    code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
+    assert code == 0 and "'<|endoftext|>' (151643), '<|im_end|>' (151645)" in " ".join(output.split()), output
     run = understudy.train(recipe, progress=False)
     assert read_json(run.dir / "usable_ids.json") == {"limit": 151_665, "holes": [], "placeholders": []}
     first = steps_without_dead_letters(run.dir)[0]
@@ -183,16 +183,18 @@ def test_check_finds_prompts_with_a_token_that_the_teacher_lacks(tmp_path: Path,
         f"so the row cannot be scored ({count} of 16 rows)"
     )
     path = str(write_toml(tmp_path / "recipe.toml", recipe))
-    code, said = call_cli("check", path)
-    assert code == 2 and f"error: {line}; choose a model that has the token, or leave it out" in said, said
-    code, said = call_cli("check", path, "trainer.max_dead_letters=0.1")
-    assert (code, f"note       {line}; each becomes a dead letter" in said) == (
+    code, output = call_cli("check", path)
+    assert code == 2 and f"error: {line}; choose a model that has the token, or leave it out" in output, (
+        output
+    )
+    code, output = call_cli("check", path, "trainer.max_dead_letters=0.1")
+    assert (code, f"note       {line}; each becomes a dead letter" in output) == (
         (0, True) if count == 1 else (2, False)
-    ), said
-    code, said = call_cli(
+    ), output
+    code, output = call_cli(
         "check", path, 'teachers.math.prompt="{{ messages[0].content }}"', "trainer.max_dead_letters=0.1"
     )
-    assert "the prompt of teachers.math for" in said, said
+    assert "the prompt of teachers.math for" in output, output
 
 
 def test_a_row_with_a_token_that_the_teacher_lacks_says_so_when_the_run_ends(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.teacher_processes import EngineTeachers
+from understudy.assembly.teachers.launchers import EngineTeachers
 from understudy.config import parse_recipe
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError
@@ -261,7 +261,7 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"student__lora": None}, r"set \[student.lora\], or use 'standalone'"),
         ({"teachers__base__version": "live"}, "is for model = 'student' with version = 'start'"),
@@ -296,8 +296,8 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         understudy.train(own("never", **change), progress=False)
 
 
@@ -307,9 +307,9 @@ def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, tas
     table = own("same", loss__task_coef=task_coef, rollout__n=2)
     del table["teachers"]["base"]["prompt"]
     table["data"]["reward"] = "understudy.rollout.rewards.builtin:exact_match"
-    code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table)))
-    assert code == 0, said
-    assert ("the loss begins at 0 and nothing moves the student" in " ".join(said.split())) == (
+    code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table)))
+    assert code == 0, output
+    assert ("the loss begins at 0 and nothing moves the student" in " ".join(output.split())) == (
         task_coef == 0
     )
 

@@ -51,8 +51,8 @@ def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     (engine,) = engines_of(process.pid)
-    words = psutil.Process(engine).cmdline()
-    weights = Path(words[words.index("--weights") + 1])
+    command_line = psutil.Process(engine).cmdline()
+    weights = Path(command_line[command_line.index("--weights") + 1])
     assert weights.exists()
     os.kill(engine, signal.SIGKILL)
     output, _ = process.communicate(timeout=300)

@@ -277,14 +277,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("more", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+    ("more", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_what_cannot_be_aligned_is_refused_before_anything_starts(
-    aligned: Make, more: dict[str, Any], words: str
+    aligned: Make, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnderstudyError) as refused:
         understudy.train(aligned("never", **more), progress=False)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_check_says_what_is_aligned(aligned: Make, train_rows: Path, tmp_path: Path) -> None:

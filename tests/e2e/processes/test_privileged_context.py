@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def told(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
+def recipe_with(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
     """A small run whose two teachers read prompts with the answer."""
     prompts = {f"teachers__{teacher}__prompt": prompt for teacher, prompt in OWN.items()}
     return recipe(name, **{**prompts, **SMALL, **more})
@@ -69,7 +69,8 @@ def test_scores_and_loss_are_those_of_a_plain_forward_after_the_teachers_prompt(
     """The loss of the first step by enumeration of the whole vocabulary, under the student's own prompt on one
     side and the teacher's on the other. Positions that slip by one would miss by nats."""
     run = understudy.train(
-        told(recipe, "run", loss__topk=VOCABULARY, trainer__batch_size=4, data__shuffle=False), progress=False
+        recipe_with(recipe, "run", loss__topk=VOCABULARY, trainer__batch_size=4, data__shuffle=False),
+        progress=False,
     )
     rows, losses, off_by_one = kept(run.dir, 1), [], []
     assert len(rows) == 4 and {summary["teacher"] for summary, _ in rows} == {"add", "sort"}
@@ -112,8 +113,8 @@ def test_positions_that_slip_by_one_change_the_run(recipe: Make, monkeypatch: py
     ],
 )
 def test_the_bits_do_not_depend_on_who_asks(recipe: Make, more: dict[str, Any]) -> None:
-    one = understudy.train(told(recipe, "one"), progress=False)
-    other = understudy.train(told(recipe, "other", **more), progress=False)
+    one = understudy.train(recipe_with(recipe, "one"), progress=False)
+    other = understudy.train(recipe_with(recipe, "other", **more), progress=False)
     assert bits(one.dir) == bits(other.dir)
     plain = understudy.train(recipe("plain", **SMALL), progress=False)
     assert one.metrics[0]["actor/loss"] != plain.metrics[0]["actor/loss"]
@@ -121,8 +122,8 @@ def test_the_bits_do_not_depend_on_who_asks(recipe: Make, more: dict[str, Any]) 
 
 def test_fast_runs_give_the_same_losses(recipe: Make) -> None:
     """Rows that end together share requests: each teacher's prompt stays with its row."""
-    full = understudy.train(told(recipe, "full"), progress=False)
-    fast = understudy.train(told(recipe, "fast", run__determinism="fast"), progress=False)
+    full = understudy.train(recipe_with(recipe, "full"), progress=False)
+    fast = understudy.train(recipe_with(recipe, "fast", run__determinism="fast"), progress=False)
     assert fast.metrics[0]["actor/loss"] == pytest.approx(full.metrics[0]["actor/loss"], abs=1e-5)
 
 
@@ -131,12 +132,12 @@ def test_fast_runs_give_the_same_losses(recipe: Make) -> None:
 def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: str) -> None:
     """Killed when rollouts are in the journal and their scores are not: a resume asks for them again."""
     more = {"trainer__checkpoint_every": 1, "data__train": str(ASSETS / "data" / "train.jsonl")}
-    table = told(recipe, "killed", **more)
+    table = recipe_with(recipe, "killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
     code, output = call_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(told(recipe, "straight", **more), progress=False)
+    straight = understudy.train(recipe_with(recipe, "straight", **more), progress=False)
     run = Path(table["run"]["dir"])
     assert bits(run) == bits(straight.dir)
     assert [one for one, _ in kept(run, 2)] == [one for one, _ in kept(straight.dir, 2)]
@@ -146,7 +147,7 @@ def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: s
 
 def test_teachers_of_a_mixture_read_each_its_own_prompt(recipe: Make) -> None:
     rows = [{**row, "teacher_weights": {"add": 0.25, "sort": 0.75}} for row in ROWS]
-    run = understudy.train(told(recipe, "run", data__train=rows, loss__topk=4), progress=False)
+    run = understudy.train(recipe_with(recipe, "run", data__train=rows, loss__topk=4), progress=False)
     for summary, columns in kept(run.dir, 1):
         assert summary["teacher"] == "add+sort" and summary["teacher_prompts"].keys() == {"add", "sort"}
         written = columns["tokens"][int(columns["loss_mask"].argmax()) :]
@@ -169,9 +170,9 @@ def test_a_row_that_does_not_fit_its_teacher(recipe: Make, monkeypatch: pytest.M
     more |= {f"teachers__{teacher}__prompt": "{{ hint }}{{ prompt }}" for teacher in OWN}
     teacher = rows[3]["data_source"]
     with pytest.raises(UnderstudyError, match=rf"teacher {teacher}: .*holds 128 tokens"):
-        understudy.train(told(recipe, "refused", **more), progress=False)
-    monkeypatch.setattr("understudy.assembly.prompt_facts.longest_own_prompt", lambda *_: 1)
-    run = understudy.train(told(recipe, "run", **more), progress=False)
+        understudy.train(recipe_with(recipe, "refused", **more), progress=False)
+    monkeypatch.setattr("understudy.assembly.teachers.student_facts.longest_own_prompt", lambda *_: 1)
+    run = understudy.train(recipe_with(recipe, "run", **more), progress=False)
     (letter,) = map(json.loads, (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines())
     assert letter["key"] == "00000-0000003_0_0" and "a sequence may have 128" in letter["reason"]
     assert audit(run.dir).trained == 7
@@ -181,7 +182,7 @@ def test_a_column_that_a_row_lacks_is_refused_before_anything_starts(recipe: Mak
     rows = [dict(row) for row in ROWS[:8]]
     first = next(i for i, row in enumerate(rows) if row["data_source"] == "add")
     del rows[first]["answer"]
-    table = told(recipe, "never", data__train=rows, data__reward=None)
+    table = recipe_with(recipe, "never", data__train=rows, data__reward=None)
     with pytest.raises(ConfigError, match=rf"row {first + 1}: teachers.add.prompt: 'answer' is undefined"):
         understudy.train(table, progress=False)
     table["teachers"]["add"]["prompt"] = "{{ prompt }}"

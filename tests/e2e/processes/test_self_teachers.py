@@ -16,8 +16,8 @@ from small_runs import ASSETS, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teachers.following import FollowingReplicas
+from understudy.assembly.teachers.launchers import LocalTeachers
 from understudy.dataplane.kept_rows import read_columns
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.metrics import without_clock
@@ -252,7 +252,7 @@ def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"version": "live"}, "without `prompt`"),
         ({"version": "ema", "prompt": "{{ prompt }}"}, "set trainer.ema_decay"),
@@ -263,9 +263,9 @@ def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    own: Make, change: dict[str, Any], words: str
+    own: Make, change: dict[str, Any], message: str
 ) -> None:
     table = own("never", "start", "start")
     table["teachers"] = {"me": {"model": "student", **change}}
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         understudy.train(table, progress=False)

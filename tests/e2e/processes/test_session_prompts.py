@@ -25,7 +25,7 @@ PROMPT = (
 )
 
 
-def told(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
+def recipe_with(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "teachers__add__prompt": PROMPT,
         "teachers__sort__prompt": "{{ session.reward | int }}{{ session.text }}{{ prompt }}",
@@ -71,7 +71,7 @@ def expected_scores(teacher: str, prompt: np.ndarray, written: np.ndarray) -> np
 
 
 def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recipe: Make) -> None:
-    run = understudy.train(told(recipe, "run"), progress=False).dir
+    run = understudy.train(recipe_with(recipe, "run"), progress=False).dir
     whole = [json.loads(line) for line in (run / "rollouts" / "000001.jsonl").open(encoding="utf-8")]
     assert len(whole) == 12, "a few of these rows are kept with all their columns"
     texts = {row["key"]: re.sub("<[a-z]+>", "", row["completion"]) for row in whole}
@@ -80,7 +80,7 @@ def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recip
     for line, columns in rows:
         teacher, text = line["teacher"], texts[line["key"]]
         read = columns[f"teacher_prompt_{teacher}"]
-        words = line["teacher_prompts"][teacher]
+        prompt = line["teacher_prompts"][teacher]
         if teacher == "add":
             others = sorted(
                 (key, other)
@@ -92,7 +92,7 @@ def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recip
             shown = f"{len(text)}{right}"
         else:
             shown = f"{len(text) % 2}{text}"
-        assert shown in words, (shown, words)
+        assert shown in prompt, (shown, prompt)
         written = columns["tokens"][int(columns["loss_mask"].argmax()) :]
         plain = expected_scores(teacher, read, written)
         assert np.allclose(plain, columns["teacher_logprobs"], rtol=1e-5, atol=1e-5)
@@ -108,14 +108,14 @@ def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recip
     ],
 )
 def test_the_bits_do_not_depend_on_which_session_ends_first(recipe: Make, more: dict[str, Any]) -> None:
-    one = understudy.train(told(recipe, "one"), progress=False).dir
-    assert bits(one) == bits(understudy.train(told(recipe, "other", **more), progress=False).dir)
+    one = understudy.train(recipe_with(recipe, "one"), progress=False).dir
+    assert bits(one) == bits(understudy.train(recipe_with(recipe, "other", **more), progress=False).dir)
 
 
 @pytest.mark.slow
 def test_fast_runs_do_not_wait_for_ever(recipe: Make) -> None:
     """Sessions are batched by arrival."""
-    table = told(recipe, "run", run__determinism="fast", rollout__max_batch=2)
+    table = recipe_with(recipe, "run", run__determinism="fast", rollout__max_batch=2)
     assert understudy.train(table, progress=False).steps == 2
 
 
@@ -124,12 +124,14 @@ def test_fast_runs_do_not_wait_for_ever(recipe: Make) -> None:
 @pytest.mark.parametrize("determinism", ["full", "fast"])
 def test_kill_and_resume(recipe: Make, tmp_path: Path, fault: str, determinism: str) -> None:
     """Rollouts are in the journal, with their feedback; some may have scores. A resume scores the rest."""
-    table = told(recipe, "killed", run__determinism=determinism)
+    table = recipe_with(recipe, "killed", run__determinism=determinism)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(told(recipe, "straight", run__determinism=determinism), progress=False).dir
+    straight = understudy.train(
+        recipe_with(recipe, "straight", run__determinism=determinism), progress=False
+    ).dir
     run = Path(table["run"]["dir"])
     if determinism == "full":
         assert bits(run) == bits(straight)
@@ -139,4 +141,4 @@ def test_kill_and_resume(recipe: Make, tmp_path: Path, fault: str, determinism: 
 
 def test_a_siblings_answer_needs_siblings(recipe: Make) -> None:
     with pytest.raises(ConfigError, match=r"shows session.solution.*rollout.n = 1"):
-        understudy.train(told(recipe, "never", rollout__n=1), progress=False)
+        understudy.train(recipe_with(recipe, "never", rollout__n=1), progress=False)

@@ -17,7 +17,7 @@ from small_runs import ASSETS, Command, run_cli, start_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
-from understudy.assembly.teacher_admin import ask_run
+from understudy.assembly.teachers.admin import ask_run
 from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import without_clock
@@ -28,14 +28,15 @@ MODELS = ASSETS / "models"
 STUDENT = str(MODELS / "student")
 VOCABULARY = json.loads((MODELS / "student" / "config.json").read_text())["vocab_size"]
 STEPS = 4
-TOLD = "{{ answer }}{{ prompt }}"
+WITH_ANSWER = "{{ answer }}{{ prompt }}"
 ASYNC = {"trainer__mode": "fully_async", "trainer__max_staleness": 0}
 FROZEN = {
-    name: {"model": str(MODELS / f"teacher-{name}"), "key": name, "prompt": TOLD} for name in ("add", "sort")
+    name: {"model": str(MODELS / f"teacher-{name}"), "key": name, "prompt": WITH_ANSWER}
+    for name in ("add", "sort")
 }
 FOLLOWING = {
-    "add": {"model": "student", "version": "live", "key": "add", "prompt": TOLD},
-    "sort": {"model": "student", "version": "ema", "key": "sort", "prompt": TOLD},
+    "add": {"model": "student", "version": "live", "key": "add", "prompt": WITH_ANSWER},
+    "sort": {"model": "student", "version": "ema", "key": "sort", "prompt": WITH_ANSWER},
 }
 
 
@@ -174,7 +175,7 @@ def test_a_teacher_with_another_tokenizer_beside_one_with_the_students_resumes(
         "model": write_other_teacher(tmp_path / "other"),
         "key": "add",
         "vocabulary": "align",
-        "prompt": TOLD,
+        "prompt": WITH_ANSWER,
     }
     teachers = {"add": other, "sort": {**FROZEN["sort"], "prompt": "{{ prompt }}"}}
     calm = quiet(small("calm", teachers))
@@ -187,7 +188,7 @@ def test_a_teacher_with_another_tokenizer_beside_one_with_the_students_resumes(
 def test_a_lora_student_on_two_ranks_is_its_own_teacher(small: Make, version: str) -> None:
     """In a process of its own: with `placement = "trainer"` several ranks are refused."""
     pytest.importorskip("peft")
-    teachers = {"own": {"model": "student", "version": version, "prompt": TOLD}}
+    teachers = {"own": {"model": "student", "version": version, "prompt": WITH_ANSWER}}
     lora = {"student__lora": {"rank": 4, "alpha": 8.0}, "loss__topk": VOCABULARY}
     one, two = (quiet(small(f"ranks-{ranks}", teachers, **lora, trainer__ranks=ranks)) for ranks in (1, 2))
     losses = [[line["actor/loss"] for line in bits(run)[0]] for run in (one, two)]

@@ -36,10 +36,10 @@ def test_a_teacher_over_its_limit_ends_the_run_and_a_resume_loses_no_row(tmp_pat
     lost = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and time.monotonic() - lost < 30, output[-3000:]
-    said = output[output.index("error") :]
-    assert "no replica of teacher add is left" in said and "cluster.restarts.teacher" in said
-    heard = (tmp_path / "run" / "logs" / "teacher-add-0.log").read_text().splitlines()[-1]
-    assert said.index(heard) < said.index("given up after 0 restarts"), said
+    message = output[output.index("error") :]
+    assert "no replica of teacher add is left" in message and "cluster.restarts.teacher" in message
+    last_line = (tmp_path / "run" / "logs" / "teacher-add-0.log").read_text().splitlines()[-1]
+    assert message.index(last_line) < message.index("given up after 0 restarts"), message
     assert audit(tmp_path / "run" / "dataplane").dead == 0, "no row was blamed"
     again = start_cli("resume", str(tmp_path / "run"), "--quiet")
     output, _ = again.communicate(timeout=120)

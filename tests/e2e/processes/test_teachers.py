@@ -12,7 +12,7 @@ from completion_servers import FakeCompletions, running
 from small_runs import ASSETS, TOKEN_VARIABLE, start_cli, write_toml
 
 import understudy
-from understudy.assembly.teacher_admin import ask_run
+from understudy.assembly.teachers.admin import ask_run
 from understudy.cli.main import main
 from understudy.errors import CheckpointError, TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir
@@ -158,7 +158,7 @@ def test_what_mixtures_and_contexts_cannot_do_is_said_before_anything_starts(
 ) -> None:
     data = rows_file(tmp_path, mixed_rows([{"add": 1.0, "sort": 1.0}] * 4))
 
-    def told(name: str, **overrides: Any) -> str:
+    def refusal(name: str, **overrides: Any) -> str:
         table = recipe("never", data__train=data, **overrides)
         table["teachers"] = {
             name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name}
@@ -167,7 +167,7 @@ def test_what_mixtures_and_contexts_cannot_do_is_said_before_anything_starts(
         assert main(["check", str(write_toml(tmp_path / f"{name}.toml", table))]) == 2
         return " ".join(capsys.readouterr().err.split())
 
-    assert "data.train has 4 rows with a mixture" in told(
+    assert "data.train has 4 rows with a mixture" in refusal(
         "h", loss={"kind": "forward_kl", "signal": "hidden"}
     )
     closed = {
@@ -179,16 +179,16 @@ def test_what_mixtures_and_contexts_cannot_do_is_said_before_anything_starts(
             "backend": "vllm",
         }
     }
-    assert "which sort (backend = 'vllm') cannot tell; use 'sampled'" in told("t", teachers=closed)
+    assert "which sort (backend = 'vllm') cannot tell; use 'sampled'" in refusal("t", teachers=closed)
     short = {"add": {"model": str(ADD), "key": "add", "context_length": 12}}
-    said = told("c", teachers=short)
-    assert "teachers.add holds 12 tokens; " in said and "+ 8 (rollout.max_new_tokens) + 1 = " in said
-    assert "of its 4 rows do not fit" in said
+    message = refusal("c", teachers=short)
+    assert "teachers.add holds 12 tokens; " in message and "+ 8 (rollout.max_new_tokens) + 1 = " in message
+    assert "of its 4 rows do not fit" in message
     long = {"add": {"model": str(ADD), "key": "add", "context_length": 1 << 20}}
-    assert "teachers.add.context_length = 1048576: teacher-add holds" in told("l", teachers=long)
+    assert "teachers.add.context_length = 1048576: teacher-add holds" in refusal("l", teachers=long)
     pool = {"add": {"model": str(ADD), "key": "add", "placement": "pool", "pool": "p", "replicas": 3}}
     cluster = {"pools": {"p": {"gpus_per_node": 2}}}
-    assert "pool p has 1 node × 2 GPUs = 2; teacher-add 3 × 1 = 3: 1 too many" in told(
+    assert "pool p has 1 node × 2 GPUs = 2; teacher-add 3 × 1 = 3: 1 too many" in refusal(
         "p", teachers=pool, cluster=cluster
     )
 
@@ -229,13 +229,13 @@ def test_replicas_join_and_leave_a_run_that_goes_on(
         assert replicas.keys() == {"1", "2"} and all(one["state"] == "healthy" for one in replicas.values())
         assert main(["teachers", str(folder)]) == 0
         assert "healthy" in capsys.readouterr().out
-        for request, told in [
+        for request, message in [
             ({"do": "remove", "teacher": "add", "replica": "7"}, "has no replica '7'"),
             ({"do": "add", "teacher": "ad"}, "no teacher 'ad' in this run; teachers are add"),
             ({"do": "add", "teacher": "add", "url": "http://x"}, "leave the address out"),
             ({"do": "dance"}, "expected list, add or remove"),
         ]:
-            with pytest.raises(TeacherError, match=told):
+            with pytest.raises(TeacherError, match=message):
                 ask_run(folder, request)
         line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         assert line["perf/teacher/add/replicas"] == 2 and line["perf/teacher/add/2/share"] > 0
@@ -266,12 +266,12 @@ def test_a_resumed_run_meets_the_teachers_it_knew(two_replicas: Callable[..., di
     saved = CheckpointStore(RunDir.open(run.dir).checkpoints, 2).load().extra["teachers"]
     verify_teachers(saved, saved)
     (name,) = saved
-    for change, told in [
+    for change, message in [
         ({"weights_sha256": "0" * 64}, "changed since this run began"),
         ({"dtype": "bfloat16"}, "changed since this run began"),
         ({"fixed_scores": [score + 0.1 for score in saved[name]["fixed_scores"]]}, "moved by 0.1 nats"),
     ]:
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             verify_teachers(saved, {name: {**saved[name], **change}})
     with pytest.raises(CheckpointError, match="teacher add of this run is gone"):
         verify_teachers(saved, {})

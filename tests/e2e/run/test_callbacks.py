@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
 EVAL: dict[str, Any] = {"eval_data": rows("sort", 4), "reward": half_right, "trainer__eval_every": 1}
 
 
-class Told:
+class Recorder:
     """Everything a run reported, in order."""
 
     def __init__(self) -> None:
@@ -57,28 +57,30 @@ class Told:
 def test_every_step_evaluation_and_checkpoint_is_reported_also_after_a_resume(
     distill: Distill, mode: str, async_save: bool
 ) -> None:
-    told = Told()
-    run = distill(**EVAL, **MODES[mode], **told.all, trainer__async_save=async_save, trainer__keep_best=True)
+    recorder = Recorder()
+    run = distill(
+        **EVAL, **MODES[mode], **recorder.all, trainer__async_save=async_save, trainer__keep_best=True
+    )
     assert (
-        [step.metrics for step in told.steps]
+        [step.metrics for step in recorder.steps]
         == run.metrics[1:]
         == read_metrics(run.dir / "metrics.jsonl")[1:]
     )
-    assert {(step.steps, step.dir) for step in told.steps} == {(2, run.dir)}
-    assert told.evaluations == run.evaluations and [one.step for one in told.evaluations] == [0, 1, 2]
-    assert {one.accuracy for one in told.evaluations} == {0.5}
-    assert [(one.step, one.path.name, one.best) for one in told.checkpoints] == [
+    assert {(step.steps, step.dir) for step in recorder.steps} == {(2, run.dir)}
+    assert recorder.evaluations == run.evaluations and [one.step for one in recorder.evaluations] == [0, 1, 2]
+    assert {one.accuracy for one in recorder.evaluations} == {0.5}
+    assert [(one.step, one.path.name, one.best) for one in recorder.checkpoints] == [
         (1, "step-000001", True),
         (2, "step-000002", False),
     ]
     if not async_save:
-        assert told.calls == [
+        assert recorder.calls == [
             ("eval", 0), ("eval", 1), ("step", 1), ("checkpoint", 1), ("eval", 2), ("step", 2), ("checkpoint", 2)
         ]  # fmt: skip
-    more = Told()
+    more = Recorder()
     run.resume(progress=False, trainer__steps=3, **more.all)
     assert sorted(more.calls) == [("checkpoint", 3), ("eval", 3), ("step", 3)]
-    assert len(told.steps) == 2
+    assert len(recorder.steps) == 2
 
 
 class OwnError(Exception):

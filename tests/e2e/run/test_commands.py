@@ -108,7 +108,7 @@ def test_a_run_leaves_what_it_promises(
     assert metrics.read_bytes() == whole and report.read_bytes() == page, (
         "the launch may have been killed after its last step, before the report was whole"
     )
-    for length, told in (
+    for length, message in (
         (
             "trainer.steps=1",
             f"trainer.steps = 1: {finished.dir} has taken 2 steps already; steps are counted",
@@ -116,11 +116,15 @@ def test_a_run_leaves_what_it_promises(
         ("trainer.passes=0.001", f": 1 step: {finished.dir} has taken 2 steps already; passes are counted"),
     ):
         assert main(["resume", str(finished.dir), length]) == 2
-        said = capsys.readouterr().err
-        assert told in said and f"or leave {length.partition('=')[0]} out" in said and "changed" not in said
+        output = capsys.readouterr().err
+        assert (
+            message in output
+            and f"or leave {length.partition('=')[0]} out" in output
+            and "changed" not in output
+        )
     assert main(["doctor", str(finished.dir)]) == 0
-    said = capsys.readouterr().out
-    assert "ended (finished)" in said and "under way" not in said and "healthy" not in said
+    output = capsys.readouterr().out
+    assert "ended (finished)" in output and "under way" not in output and "healthy" not in output
 
 
 def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,10 +138,10 @@ def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "torch" in said and "bubblewrap" not in said
+    output = capsys.readouterr().out
+    assert "torch" in output and "bubblewrap" not in output
     problem = namespace_problem()
-    assert f"tool isolation   {f'none ({problem})' if problem else 'namespaces'}" in said
+    assert f"tool isolation   {f'none ({problem})' if problem else 'namespaces'}" in output
     assert main([]) == 2
 
 

@@ -73,8 +73,10 @@ def test_a_run_without_room_names_the_file_and_goes_on_later(recipe: Make, tmp_p
     assert code != 0, output
     code, output = run_in_a_small_room("resume", str(run), "--quiet", room=room)
     assert code == 2 and "Traceback" not in output and "unexpected" not in output, output
-    told = re.search(rf"({re.escape(str(run))}\S*) cannot be (written|flushed|opened)|could not save", output)
-    assert told and re.search("[Ff]ree some space|free space", output), output
+    named = re.search(
+        rf"({re.escape(str(run))}\S*) cannot be (written|flushed|opened)|could not save", output
+    )
+    assert named and re.search("[Ff]ree some space|free space", output), output
     code, output = run_cli("resume", str(run), "--quiet")
     assert code == 0, output
     report = audit(run)

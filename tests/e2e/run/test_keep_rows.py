@@ -51,11 +51,14 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
         assert summary["why"] in ("sample", "both") and columns["student_ids"].shape[1] == 8
         own = np.exp(columns["student_logprobs"].astype(np.float64))
         assert (np.diff(own, axis=1) <= 0).all() and own.sum(1).max() <= 1 + 1e-5
-    told = {name: np.concatenate([measures(columns)[name] for _, columns in rows]) for name in _BY_TRAINER}
-    assert (told["loss"] * told["weight"]).sum() == pytest.approx(line["actor/loss"], rel=1e-4)
-    assert told["entropy"].mean() == pytest.approx(line["actor/entropy"], rel=1e-4)
-    assert told["loss"] == pytest.approx(told["kl"], abs=2e-4)  # the recipe's loss is forward KL with a tail
-    assert told["ratio"] == pytest.approx(1, abs=1e-3)
+    measured = {
+        name: np.concatenate([measures(columns)[name] for _, columns in rows]) for name in _BY_TRAINER
+    }
+    assert (measured["loss"] * measured["weight"]).sum() == pytest.approx(line["actor/loss"], rel=1e-4)
+    assert measured["entropy"].mean() == pytest.approx(line["actor/entropy"], rel=1e-4)
+    # The recipe's loss is forward KL with a tail.
+    assert measured["loss"] == pytest.approx(measured["kl"], abs=2e-4)
+    assert measured["ratio"] == pytest.approx(1, abs=1e-3)
     view = RunView(RunDir.open(run.dir))
     while view.look():
         pass

@@ -82,8 +82,8 @@ def test_a_fully_async_run_may_run_further_ahead_from_here_on(recipe: Make) -> N
 def test_options_that_recipe_json_hides_are_those_of_the_resumed_run(recipe: Make) -> None:
     options = {"rollout__template_options": {"tool_token": "<tool>", "url": "http://me:pw@host/"}}
     run = understudy.train(recipe("hidden", **options, trainer__steps=1), progress=False)
-    told = "".join(path.read_text(errors="replace") for path in run.dir.rglob("*.json*") if path.is_file())
-    assert "<tool>" in told and "<tool>" not in told.replace((run.dir / "redacted.json").read_text(), "")
+    stored = "".join(path.read_text(errors="replace") for path in run.dir.rglob("*.json*") if path.is_file())
+    assert "<tool>" in stored and "<tool>" not in stored.replace((run.dir / "redacted.json").read_text(), "")
     changed = asyncio.run(resume(run.dir, ["trainer.steps=2"], progress=False))
     assert len(changed.metrics) == 2 and "me:pw" in (run.dir / "redacted.json").read_text()
     assert main(["eval", str(run.dir), "--samples", "2", "--data", str(recipe("x")["data"]["train"])]) == 0

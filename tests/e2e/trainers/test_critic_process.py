@@ -129,11 +129,11 @@ def test_rows_that_break_its_update_are_named_and_kept_by_the_trainer(tmp_path: 
         table = ppo(tmp_path, f"run-{process}", {"process": process, "learning_rate": 1e30})
         with pytest.raises(
             PolicyError, match=r"step 0 stopped with loss (inf|nan); .*row\(s\): 00000-.* were not touched"
-        ) as told:
+        ) as raised:
             understudy.train(table, progress=False)
         run = Path(table["run"]["dir"])
         rows = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
-        kept.append((str(told.value), rows, (run / rows[0]["file"]).read_bytes()))
+        kept.append((str(raised.value), rows, (run / rows[0]["file"]).read_bytes()))
         assert rows and {row["role"] for row in rows} == {"critic"}
         assert not list((run / "checkpoints").glob("step-*")), "the step that broke left nothing behind"
         found = replay_run(run)
@@ -162,9 +162,11 @@ def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path,
     )
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
-    said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert "the critic was killed by SIGKILL (out of memory, or by a user or another process); log: " in said
-    assert "going back to step 2 (restart 1 of 1)" in said
+    log_text = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert (
+        "the critic was killed by SIGKILL (out of memory, or by a user or another process); log: " in log_text
+    )
+    assert "going back to step 2 (restart 1 of 1)" in log_text
     assert_same(tmp_path / "run", undisturbed(uploads))
     report = audit(tmp_path / "run")
     assert report.balanced and report.trained == STEPS * 12, "every row once"

@@ -49,9 +49,10 @@ def test_a_critic_that_stands_still_does_not_hold_up_a_stop(
     assert took < 30, f"{took:.0f} s"
     psutil.wait_procs([critic], timeout=1)
     assert not critic.is_running() or critic.status() == psutil.STATUS_ZOMBIE
-    said = (run / "logs" / "trainer.log").read_text()
+    log_text = (run / "logs" / "trainer.log").read_text()
     assert (
-        "the critic lives and has done nothing for" in said and f"the run stays at step {max(saved)}" in said
+        "the critic lives and has done nothing for" in log_text
+        and f"the run stays at step {max(saved)}" in log_text
     )
     assert audit(run).balanced
     more = max(saved) + 2

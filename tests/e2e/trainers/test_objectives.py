@@ -138,10 +138,10 @@ def test_kill_and_resume_in_the_midst_of_it_all_is_bit_identical(recipe: Make, t
     """Critic, epochs of mini-batches, filtered groups, packed moments, an average: all of it continues to the bit."""
     straight = understudy.train(small(recipe, "straight", **EVERYTHING), progress=False)
     table = small(recipe, "killed", **EVERYTHING)
-    code, said = run_cli(
+    code, output = run_cli(
         "train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault="sync.after_update:3"
     )
-    assert code == -signal.SIGKILL, said
+    assert code == -signal.SIGKILL, output
     asyncio.run(resume(Path(table["run"]["dir"]), progress=False))
     lines = [
         [without_clock(json.loads(line)) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -300,7 +300,7 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"loss": {"advantage": "gae", "topk": 8}}, "set loss.task_coef above 0"),
         ({"critic": {}}, r"\[critic\] is only used by loss.advantage = 'gae'"),
@@ -320,6 +320,6 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
         ),
     ],
 )
-def test_combinations_without_sense_are_refused(recipe: Make, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_combinations_without_sense_are_refused(recipe: Make, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_recipe(small(recipe, **changes))

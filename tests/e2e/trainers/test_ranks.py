@@ -140,9 +140,12 @@ def test_a_lost_rank_takes_the_run_back_to_its_last_checkpoint(
     path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=4)
     code, output = run_cli("train", str(path), "--quiet", fault="rank.after_command:9")
     assert code == 0, output
-    said = (run / "logs" / "trainer.log").read_text()
-    assert "rank 1 of 2 was killed by SIGKILL" in said
-    assert "going back to step 2 (restart 1 of 1)" in said and "going back to step 3 (restart 1 of 1)" in said
+    log_text = (run / "logs" / "trainer.log").read_text()
+    assert "rank 1 of 2 was killed by SIGKILL" in log_text
+    assert (
+        "going back to step 2 (restart 1 of 1)" in log_text
+        and "going back to step 3 (restart 1 of 1)" in log_text
+    )
     assert losses(run)[:STEPS] == losses(undisturbed(uploads, recipe)), "to the bit"
     report = audit(run)
     assert report.balanced and report.trained == 4 * 13
@@ -199,6 +202,9 @@ def test_a_rank_that_stands_still_does_not_hold_up_a_stop(started: Started) -> N
     assert took < 35, f"{took:.0f} s"
     psutil.wait_procs([follower], timeout=2)
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
-    said = (run / "logs" / "trainer.log").read_text()
-    assert "rank 1 of 2 lives and has done nothing for 8 s" in said and "the run stays at its start" in said
+    log_text = (run / "logs" / "trainer.log").read_text()
+    assert (
+        "rank 1 of 2 lives and has done nothing for 8 s" in log_text
+        and "the run stays at its start" in log_text
+    )
     assert audit(run).balanced

@@ -188,7 +188,7 @@ def test_rows_that_only_the_teacher_knows_to_be_bad_cost_themselves(
     recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers that do not tell their limits refuse a whole request: its rows are asked about again in halves."""
-    monkeypatch.setattr("understudy.assembly.teachers.check_row", lambda manifest, item: None)
+    monkeypatch.setattr("understudy.assembly.teachers.queues.check_row", lambda manifest, item: None)
     run = understudy.train(table_of(recipe, "run", TROUBLE), progress=False)
     assert_exactly_the_bad_ones(run.dir)
 

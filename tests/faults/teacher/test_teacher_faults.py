@@ -95,7 +95,7 @@ class Trial:
                 np.testing.assert_array_equal(got.ids, right.ids)
                 np.testing.assert_array_equal(got.logprobs, right.logprobs)
 
-    def told(self, kind: EventKind, replica: str | None = None) -> list[PoolEvent]:
+    def events_of(self, kind: EventKind, replica: str | None = None) -> list[PoolEvent]:
         return [e for e in self.events if e.kind is kind and (replica is None or e.replica == replica)]
 
     def replica_state(self, name: str) -> State:
@@ -137,12 +137,12 @@ def test_kill_9_of_one_replica_costs_no_row(seed: int, fork_server: ReplicaForkS
             victim = trial.rng.choice(trial.names)
             if child := trial.launcher.children.get(victim):
                 child.signal(signal.SIGKILL)
-        await trial.until(lambda: bool(trial.told(EventKind.RESTARTED)), 30)
+        await trial.until(lambda: bool(trial.events_of(EventKind.RESTARTED)), 30)
         await trial.until(lambda: all(r.state is State.HEALTHY for r in trial.pool.metrics().replicas), 30)
 
     trial = Trial(fork_server, model, seed)
     trial.run(kill_at_random_moments)
-    assert not trial.told(EventKind.PAUSED)
+    assert not trial.events_of(EventKind.PAUSED)
 
 
 @pytest.mark.parametrize("seed", trials(1, 20))
@@ -156,7 +156,7 @@ def test_a_stopped_replica_is_ejected_within_two_deadlines(
         victim = trial.rng.choice(trial.names)
         trial.launcher.children[victim].signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        await trial.until(lambda: bool(trial.told(EventKind.EJECTED, victim)), 2 * DEADLINE + 1.0)
+        await trial.until(lambda: bool(trial.events_of(EventKind.EJECTED, victim)), 2 * DEADLINE + 1.0)
         assert time.monotonic() - stopped < 2 * DEADLINE + 0.5
         await trial.until(lambda: trial.replica_state(victim) is State.HEALTHY, 30)
 
@@ -172,14 +172,14 @@ def test_a_wedged_replica_whose_health_answers_is_ejected(
 
     async def watch(trial: Trial) -> None:
         wedged = trial.launcher.children["b"]
-        await trial.until(lambda: bool(trial.told(EventKind.EJECTED, "b")), 20)
+        await trial.until(lambda: bool(trial.events_of(EventKind.EJECTED, "b")), 20)
         assert wedged.alive()
         trial.launcher.lies.clear()
         await trial.until(lambda: trial.replica_state("b") is State.HEALTHY, 30)
 
     trial = Trial(fork_server, model, seed, lies={"b": ("wedged", 1.0, wedged_after)})
     trial.run(watch)
-    assert "no answer" in trial.told(EventKind.RETRIED, "b")[0].message
+    assert "no answer" in trial.events_of(EventKind.RETRIED, "b")[0].message
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_all_replicas_down_pauses_the_run_and_says_so(
 
     trial = Trial(fork_server, model, seed)
     trial.run(lights_out)
-    assert len(trial.told(EventKind.PAUSED)) == len(trial.told(EventKind.RESUMED)) == 1
-    assert "nothing is dropped" in trial.told(EventKind.PAUSED)[0].message
+    assert len(trial.events_of(EventKind.PAUSED)) == len(trial.events_of(EventKind.RESUMED)) == 1
+    assert "nothing is dropped" in trial.events_of(EventKind.PAUSED)[0].message
     assert trial.pool.metrics().paused_seconds >= seconds - 0.5
 
 
@@ -210,7 +210,7 @@ async def nothing_more(trial: Trial) -> None:
 
 def assert_caught(trial: Trial, lies: list[str]) -> None:
     """Every lie told was caught, in order or not, and named with who and where."""
-    caught = trial.told(EventKind.RETRIED, "b")
+    caught = trial.events_of(EventKind.RETRIED, "b")
     assert lies and len(caught) == len(lies)
     for event in caught:
         assert event.message.startswith("teacher math, replica b")
@@ -226,12 +226,12 @@ def test_no_kind_of_lie_reaches_the_loss(fork_server: ReplicaForkServer, model: 
         OPTIONS, max_bad_attempts=10**6, supervisor=replace(OPTIONS.supervisor, health=tolerant)
     )
 
-    async def until_all_are_told(trial: Trial) -> None:
+    async def until_all_lies_are_told(trial: Trial) -> None:
         liar = trial.launcher.children["b"]
         await trial.until(lambda: set(liar.lies) == set(LIES), 60)
 
     trial = Trial(fork_server, model, 0, names=("b",), lies={"b": ("every", 0.7, 0)}, options=options)
-    trial.run(until_all_are_told)
+    trial.run(until_all_lies_are_told)
     assert_caught(trial, trial.launcher.every[0].lies)
 
 
@@ -242,7 +242,7 @@ def test_no_lie_reaches_the_loss(lie: str, seed: int, fork_server: ReplicaForkSe
     """One replica of two lies now and then, is ejected for it, restarted, and lies again."""
     trial = Trial(fork_server, model, seed, names=("a", "b"), lies={"b": (lie, 0.3, seed)})
     trial.run(nothing_more)
-    assert_caught(trial, [told for child in trial.launcher.every for told in child.lies])
+    assert_caught(trial, [one for child in trial.launcher.every for one in child.lies])
 
 
 def test_when_every_replica_lies_the_error_reaches_the_caller(

@@ -15,7 +15,7 @@ import time
 
 def _by_file(file: str) -> None:
     clock, fsync = time.time, os.fsync
-    told = {"clock": 0.0, "swings": False, "fsync": ""}
+    settings = {"clock": 0.0, "swings": False, "fsync": ""}
     looked = [0.0]
 
     def now_wrong() -> dict:
@@ -23,10 +23,10 @@ def _by_file(file: str) -> None:
             looked[0] = time.monotonic()
             try:
                 with open(file) as text:
-                    told.update(json.loads(text.read()))
+                    settings.update(json.loads(text.read()))
             except (OSError, ValueError):
                 pass
-        return told
+        return settings
 
     def moved() -> float:
         wrong = now_wrong()

@@ -134,7 +134,7 @@ def test_every_simulated_bug_can_be_planted(name: str) -> None:
 @pytest.mark.parametrize("name", BUGS)
 def test_the_simulation_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     bug = BUGS[name]
-    words = [str(SIMULATE), "--part", bug.finder, "--steps", str(STEPS[bug.finder])]
-    seeds = seeds_until_found(words, bug, tmp_path)
+    arguments = [str(SIMULATE), "--part", bug.finder, "--steps", str(STEPS[bug.finder])]
+    seeds = seeds_until_found(arguments, bug, tmp_path)
     assert seeds >= 1
     print(f"{name}: {seeds} seeds")

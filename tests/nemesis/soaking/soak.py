@@ -105,7 +105,7 @@ class Soak:
         self.write(found)
         return found
 
-    def _disturbed(self, words: list[str]) -> Launch:
+    def _disturbed(self, arguments: list[str]) -> Launch:
         hit: list[str] = []
         point = ""
         if self.launches and self.chance.random() < 0.25:
@@ -113,7 +113,7 @@ class Soak:
             point = f"{self.chance.choice(places)}:{self.chance.randint(1, 12)}"
             hit.append("point")
         newest, before = _newest_checkpoint(self.run), last_step(self.run)
-        trainer = self._start(words, point)
+        trainer = self._start(arguments, point)
         killed_by_driver = False
         fault: Fault | None = None
         progress, seen = time.monotonic(), before
@@ -155,11 +155,11 @@ class Soak:
             self._note(Fault("point", place=point))
         return Launch(int(trainer.returncode), tuple(hit), self._log().read_text(errors="replace"))
 
-    def _start(self, words: list[str], point: str = "") -> psutil.Popen:
+    def _start(self, arguments: list[str], point: str = "") -> psutil.Popen:
         more = {"UNDERSTUDY_NEMESIS_FLUSH": str(self.injector.flush)}
         if point:
             more["UNDERSTUDY_FAULT"] = point
-        return start_trainer(words, self.folder, self.injector.shim, self._log(), more)
+        return start_trainer(arguments, self.folder, self.injector.shim, self._log(), more)
 
     def _log(self) -> Path:
         return self.folder / f"launch{len(self.launches):04d}.log"

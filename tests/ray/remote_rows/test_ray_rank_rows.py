@@ -40,8 +40,8 @@ def test_tensors_do_not_pass_through_the_trainer(cluster: Any, tmp_path: Path) -
     report = audit(there.dir / "dataplane")
     assert report.balanced and report.trained == ROWS * STEPS
 
-    said = (there.dir / "logs" / "rank-1.log").read_text()
-    other = int(re.findall(r"fetched (\d+) bytes of rows", said)[-1])
+    log_text = (there.dir / "logs" / "rank-1.log").read_text()
+    other = int(re.findall(r"fetched (\d+) bytes of rows", log_text)[-1])
     mine = int(lines(there.dir)[-1]["perf/ranks/bytes_fetched"])
     written = sum(line["response_length/mean"] * line["rollout/rows"] for line in lines(there.dir))
     teacher = int(written) * (TOPK * 8 + 4)
@@ -77,8 +77,8 @@ def test_a_lost_queue_is_replaced_by_the_run_directory(cluster: Any, tmp_path: P
     unit.kill()
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output[-3000:]
-    said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert said.count("TransferQueue does not answer") == 1
+    log_text = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert log_text.count("TransferQueue does not answer") == 1
     assert figures(tmp_path / "run") == figures(here.dir)
     report = audit(tmp_path / "run" / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)

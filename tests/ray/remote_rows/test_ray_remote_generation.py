@@ -146,8 +146,8 @@ def test_an_engine_killed_as_it_writes_costs_no_row_and_no_bit(cluster: Any, tmp
         time.sleep(0.05)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and killed == 2, output[-3000:]
-    said = log.read_text()
-    assert said.count("engine process lost") == 2 and "is back, with weights" in said
+    log_text = log.read_text()
+    assert log_text.count("engine process lost") == 2 and "is back, with weights" in log_text
     assert_whole(tmp_path / "run", ROWS * steps)
     whole = understudy.train(ranks_recipe(tmp_path / "whole", steps, rollout=long), progress=False).dir
     assert figures(tmp_path / "run") == figures(whole)

@@ -137,9 +137,9 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
         time.sleep(0.05)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and stopped, output[-3000:]
-    said = log.read_text()
+    log_text = log.read_text()
     assert not any(one.is_running() for one in servers_of_the_dead), "they end with their proxy"
-    assert len(re.findall(r"_0_0 is begun again", said)) > 1
+    assert len(re.findall(r"_0_0 is begun again", log_text)) > 1
     assert_whole(tmp_path / "run", ROWS * len(lines(tmp_path / "run")))
     assert sum(line["async/partial_rollouts"] for line in lines(tmp_path / "run")) > 0
 
@@ -147,10 +147,10 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
 @contextmanager
 def running(dialect: str, model: str, host: str) -> Iterator[str]:
     """The address of a server that is not the run's. It takes its time, so that weights come while it writes."""
-    words = [sys.executable, str(HERE / "wire_server_child.py"), dialect, model, "--host", host]
-    words += ["--token-seconds", "0.02"]
+    arguments = [sys.executable, str(HERE / "wire_server_child.py"), dialect, model, "--host", host]
+    arguments += ["--token-seconds", "0.02"]
     pipe = subprocess.PIPE
-    child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+    child = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
         yield f"http://{host}:{int(child.stdout.readline())}"

@@ -52,8 +52,8 @@ def both(
     assert last["perf/workers/rows_judged_here"] == fetched
     if not fetched:
         assert last["perf/queue/bytes_put"] == last["perf/queue/bytes_got"] == 0
-    told = {name: last[f"perf/queue/bytes_{name}"] for name in ("put", "got")}
-    print({name: count / (ROWS * STEPS) for name, count in {**traffic(there), **told}.items()})
+    queue_bytes = {name: last[f"perf/queue/bytes_{name}"] for name in ("put", "got")}
+    print({name: count / (ROWS * STEPS) for name, count in {**traffic(there), **queue_bytes}.items()})
     return here, there
 
 

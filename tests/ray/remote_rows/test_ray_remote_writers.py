@@ -48,11 +48,11 @@ def test_rows_are_written_and_scored_without_passing_the_trainer(cluster: Any, t
     assert report.balanced and (report.trained, report.dead) == (ROWS * STEPS, 0)
 
     last, rows = lines(there.dir)[-1], ROWS * STEPS
-    told = traffic(there.dir)
-    print({name: count / rows for name, count in told.items()})
+    sizes = traffic(there.dir)
+    print({name: count / rows for name, count in sizes.items()})
     assert last["perf/workers/rows_judged_here"] == 0 and last["perf/queue/bytes_put"] == 0
     assert last["perf/queue/bytes_got"] == 0, "ranks fetch, the ledger does not"
-    assert told["besides"] / rows < 1500, "the prompt, sizes and reward, where columns lie"
+    assert sizes["besides"] / rows < 1500, "the prompt, sizes and reward, where columns lie"
     assert last["perf/ranks/bytes_sent"] < 150 * rows
 
     wide["loss"]["topk"] = 4
@@ -60,8 +60,8 @@ def test_rows_are_written_and_scored_without_passing_the_trainer(cluster: Any, t
         ranks_recipe(tmp_path / "narrow", STEPS, **wide, **on_two_nodes(cluster)), progress=False
     )
     written = sum(line["response_length/mean"] * line["rollout/rows"] for line in lines(there.dir))
-    assert written * (TOPK - 4) * 8 > told["besides"], "the rest of the scores weighs more than all of it"
-    assert abs(traffic(narrow.dir)["besides"] - told["besides"]) < 0.05 * told["besides"], (
+    assert written * (TOPK - 4) * 8 > sizes["besides"], "the rest of the scores weighs more than all of it"
+    assert abs(traffic(narrow.dir)["besides"] - sizes["besides"]) < 0.05 * sizes["besides"], (
         "and does not pass here"
     )
 
@@ -69,8 +69,8 @@ def test_rows_are_written_and_scored_without_passing_the_trainer(cluster: Any, t
 def traffic(run: Path) -> dict[str, float]:
     """Bytes between the trainer's process and workers, both ways; `besides` those of generations."""
     last = lines(run)[-1]
-    told = {name: last[f"perf/workers/bytes_{name}"] for name in ("sent", "received", "of_generation")}
-    return {**told, "besides": told["sent"] + told["received"] - told["of_generation"]}
+    sizes = {name: last[f"perf/workers/bytes_{name}"] for name in ("sent", "received", "of_generation")}
+    return {**sizes, "besides": sizes["sent"] + sizes["received"] - sizes["of_generation"]}
 
 
 @pytest.mark.parametrize("fault", ["row_worker.written:6", "row_worker.scored:2"])
@@ -236,13 +236,13 @@ def test_one_bad_output_of_a_far_session_costs_itself(cluster: Any, tmp_path: Pa
         run = understudy.train(table, progress=False)
         report = audit(run.dir / "dataplane")
         assert report.balanced and (report.trained, report.dead, report.in_flight) == (32 - 8, 8, 0)
-        told = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
-        return figures(run.dir), {one["key"]: one["reason"] for one in map(json.loads, told)}
+        letters = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
+        return figures(run.dir), {one["key"]: one["reason"] for one in map(json.loads, letters)}
 
     here_figures, here_letters = outcome("here")
     there_figures, there_letters = outcome("there", **on_two_nodes(cluster))
     assert there_figures == here_figures
     assert there_letters.keys() == here_letters.keys()
     for key, reason in here_letters.items():
-        told = there_letters[key]
-        assert told == reason or ("row '" in reason and key in told), (reason, told)
+        there_reason = there_letters[key]
+        assert there_reason == reason or ("row '" in reason and key in there_reason), (reason, there_reason)

@@ -14,7 +14,7 @@ from ray_runs import QUEUE, STORE, LostNode, figures, killed_and_resumed, lines,
 from safetensors.torch import load_file
 
 import understudy
-from understudy.assembly.teacher_processes import EngineTeachers
+from understudy.assembly.teachers.launchers import EngineTeachers
 from understudy.dataplane.ledger import audit
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ReplicaClient

@@ -12,8 +12,8 @@ import pytest
 from ray_runs import STORE, LostNode, figures, killed_and_resumed, lines, ranks_recipe, until_back
 
 import understudy
-from understudy.assembly.self_teachers import FollowingReplicas
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teachers.following import FollowingReplicas
+from understudy.assembly.teachers.launchers import LocalTeachers
 from understudy.dataplane.ledger import audit
 from understudy.serving.endpoint import Endpoint
 from understudy.weights.broadcast import Rendezvous

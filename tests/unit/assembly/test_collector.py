@@ -31,11 +31,11 @@ def test_seldom_inside_and_as_before_afterwards() -> None:
     assert gc.get_threshold() == (700, 10, 10)
 
 
-@pytest.mark.parametrize("told", [0, 2 * NEW_OBJECTS])
-def test_whoever_said_more_is_obeyed(told: int) -> None:
-    gc.set_threshold(told, 10, 10)
+@pytest.mark.parametrize("threshold", [0, 2 * NEW_OBJECTS])
+def test_whoever_said_more_is_obeyed(threshold: int) -> None:
+    gc.set_threshold(threshold, 10, 10)
     with raised_gc_threshold():
-        assert gc.get_threshold() == (told, 10, 10)
+        assert gc.get_threshold() == (threshold, 10, 10)
 
 
 def test_cycles_are_found_all_the_same() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from understudy.assembly.self_teachers import EarlierWeights, SelfTeachers
-from understudy.assembly.teacher_processes import EngineTeachers
-from understudy.assembly.teachers import Teachers
+from understudy.assembly.teachers.following import EarlierWeights, SelfTeachers
+from understudy.assembly.teachers.launchers import EngineTeachers
+from understudy.assembly.teachers.running import Teachers
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.manifest import Limits, Manifest

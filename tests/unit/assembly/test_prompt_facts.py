@@ -13,7 +13,9 @@ import torch
 from chat_tokenizers import chat_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from understudy.assembly.prompt_facts import aligners_of, longest_request, once_longest_prompt, prompt_lengths
+from understudy.assembly.engines import longest_request
+from understudy.assembly.teachers.prompts import aligners_of
+from understudy.assembly.teachers.student_facts import once_longest_prompt, prompt_lengths
 from understudy.config import DataConfig, RolloutConfig, parse_recipe
 from understudy.planning.resolved import resolve
 from understudy.rollout.dataset import Dataset, load_dataset

@@ -38,9 +38,9 @@ async def fail_to_start(folder: Path) -> tuple[str, RankProcesses]:
 def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     if spoiled:
         (tmp_path / "recipe.json").write_text(spoiled)
-    said, ranks = asyncio.run(fail_to_start(tmp_path))
+    message, ranks = asyncio.run(fail_to_start(tmp_path))
     expected = "`student.model` is missing" if spoiled else f"{tmp_path} is no run directory"
-    assert said.startswith(expected), said
+    assert message.startswith(expected), message
     assert not ranks.coordination.exists()
 
 

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from understudy.assembly import build as building
+from understudy.assembly import engine_and_teachers
+from understudy.assembly.build import build
 from understudy.cluster.local import LocalProcesses
 from understudy.config import load_recipe
 from understudy.observability.live import LiveView
@@ -27,15 +28,15 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
     """Rendering 100,000 prompts takes half a minute, and so does the start of a teacher."""
     begun = threading.Event()
 
-    def longest_request(*words: Any) -> None:
+    def longest_request(*arguments: Any) -> None:
         begun.set()
 
-    async def start_teachers(*words: Any) -> NoReturn:
+    async def start_teachers(*arguments: Any) -> NoReturn:
         assert await asyncio.to_thread(begun.wait, 10), "prompts are measured only once teachers have started"
         raise Enough
 
-    monkeypatch.setattr(building, "longest_request", longest_request)
-    monkeypatch.setattr(building, "start_teachers", start_teachers)
+    monkeypatch.setattr(engine_and_teachers, "longest_request", longest_request)
+    monkeypatch.setattr(engine_and_teachers, "start_teachers", start_teachers)
     recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}"])
 
     async def body() -> None:
@@ -43,7 +44,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
         processes = LocalProcesses(run.logs, 60.0)
         try:
             with pytest.raises(Enough):
-                async with building.build(recipe, run, processes, LiveView(2, enabled=False)):
+                async with build(recipe, run, processes, LiveView(2, enabled=False)):
                     pass
         finally:
             await processes.close()

@@ -78,7 +78,7 @@ def test_every_sampling_key_reaches_the_engine(student: LoadedModel) -> None:
 
 
 def test_stop_texts_work_in_process(student: LoadedModel) -> None:
-    async def said() -> str:
+    async def written() -> str:
         engine = await open_engine(replace(settings(), deterministic=False), student, None, Silent())  # type: ignore[arg-type]
         try:
             prompt = torch.tensor(student.tokenizer.encode("12+34=")).numpy().astype("int32")
@@ -89,7 +89,7 @@ def test_stop_texts_work_in_process(student: LoadedModel) -> None:
         finally:
             await engine.close()
 
-    text = asyncio.run(said())
+    text = asyncio.run(written())
     assert text[-1] in "7a5" and not set(text[:-1]) & set("7a5")
 
 
@@ -125,10 +125,10 @@ def test_a_started_server_gets_what_the_recipe_asks_for(student: LoadedModel, tm
         {"signal": "at_ids", "kind": "reverse_kl", "topk": 30}, engine="vllm", vllm_python=sys.executable,
         replicas=2, devices=["1", "2,3"], engine_args=["--gpu-memory-utilization=0.4"], context_length=96,
     )  # fmt: skip
-    told = vllm_settings(given, student, given.rollout.devices)
-    assert told.python == sys.executable and told.max_length == 96 == context_of(given, student)
-    assert {"--gpu-memory-utilization=0.4", "--max-logprobs=31"} <= set(told.options)
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in told.env] == ["1", "2,3"]
+    server = vllm_settings(given, student, given.rollout.devices)
+    assert server.python == sys.executable and server.max_length == 96 == context_of(given, student)
+    assert {"--gpu-memory-utilization=0.4", "--max-logprobs=31"} <= set(server.options)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in server.env] == ["1", "2,3"]
 
 
 def test_a_context_the_student_does_not_have_is_refused(student: LoadedModel) -> None:

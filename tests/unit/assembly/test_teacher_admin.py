@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from understudy.assembly.teacher_admin import ask_run, open_for_requests
-from understudy.assembly.teachers import Teachers
+from understudy.assembly.teachers.admin import ask_run, open_for_requests
+from understudy.assembly.teachers.running import Teachers
 from understudy.errors import TeacherError
 from understudy.observability.rundir import RunDir
 from understudy.serving.endpoint import Endpoint

@@ -21,15 +21,15 @@ Check = Callable[..., tuple[int, str]]
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     """Checks a recipe beside whose file the given rows lie; what was said on both streams."""
 
-    def run(rows: list[Any], *words: str, command: str = "check") -> tuple[int, str]:
+    def run(rows: list[Any], *arguments: str, command: str = "check") -> tuple[int, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "recipe.toml").write_text(
             f'[student]\nmodel = "{ASSETS}/models/student"\n[teachers.add]\nmodel = "{ASSETS}/models/teacher-add"\n'
             '[data]\ntrain = "rows.jsonl"\n[loss]\ntopk = 8\n[rollout]\nmax_new_tokens = 8\n[trainer]\nbatch_size = 4\n'
         )
-        code = main([command, str(tmp_path / "recipe.toml"), *words])
-        told = capsys.readouterr()
-        return code, told.out + told.err
+        code = main([command, str(tmp_path / "recipe.toml"), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
 
     return run
 
@@ -38,31 +38,36 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     mark = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     rows = [{"messages": CHAT}, {"messages": CHAT, "agent": "evil:Loop"}]
-    code, said = check(rows)
+    code, output = check(rows)
     assert (
-        code == 2 and "line 2 asks for the agent loop 'evil:Loop'; rows may name openenv, single_turn" in said
+        code == 2
+        and "line 2 asks for the agent loop 'evil:Loop'; rows may name openenv, single_turn" in output
     )
     assert (
-        not mark.exists() and '(to allow it, add [rollout.agent_options."evil:Loop"] to the recipe)' in said
+        not mark.exists() and '(to allow it, add [rollout.agent_options."evil:Loop"] to the recipe)' in output
     )
-    code, said = check([{"messages": CHAT, "agent_name": "my_agent"}])
-    assert code == 2 and "rows.jsonl, line 1 asks for the agent loop 'my_agent'" in said
+    code, output = check([{"messages": CHAT, "agent_name": "my_agent"}])
+    assert code == 2 and "rows.jsonl, line 1 asks for the agent loop 'my_agent'" in output
     assert check([{"messages": CHAT, "agent_name": "single_turn_agent"}])[0] == 0
 
 
 def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> None:
     rows = [{"messages": CHAT, "agent": "tool"}]
     tools = 'rollout.agent_options.tool.tools=["calculator"]'
-    code, said = check(rows, tools, "rollout.agent_options.tool.max_turn=3")
-    assert code == 2 and "has no option `max_turn` (rollout.agent_options); did you mean `max_turns`?" in said
+    code, output = check(rows, tools, "rollout.agent_options.tool.max_turn=3")
+    assert (
+        code == 2 and "has no option `max_turn` (rollout.agent_options); did you mean `max_turns`?" in output
+    )
 
 
 def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> None:
     rows = [{"messages": CHAT}, *[{"messages": CHAT, "agent_name": "tool_agent"}] * 2]
-    code, said = check(rows)
-    assert code == 2 and said.count("error:") == 1
-    assert "rows.jsonl, line 2 asks for the tool loop (`agent`, or verl's tool_agent), and the recipe" in said
-    assert 'set rollout.agent_options.tool.tools, for example ["calculator"]' in said
+    code, output = check(rows)
+    assert code == 2 and output.count("error:") == 1
+    assert (
+        "rows.jsonl, line 2 asks for the tool loop (`agent`, or verl's tool_agent), and the recipe" in output
+    )
+    assert 'set rollout.agent_options.tool.tools, for example ["calculator"]' in output
     assert check(rows, 'rollout.agent_options.tool.tools=["calculator"]')[0] == 0
     assert check(rows, "rollout.agent=tool")[0] == 0
 
@@ -70,76 +75,80 @@ def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> 
 def test_tools_as_text_and_by_name(check: Check) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT, "tools": '[{"name": "less"}]'}]
     assert check(rows)[0] == 0
-    for wrong, told in ((5, "tools is a int"), ("less", "tools is the text 'less', no JSON")):
-        code, said = check([*rows, {"messages": CHAT, "tools": wrong}])
-        assert code == 2 and f"rows.jsonl, line 3: {told}" in said and "unexpected" not in said
+    for wrong, message in ((5, "tools is a int"), ("less", "tools is the text 'less', no JSON")):
+        code, output = check([*rows, {"messages": CHAT, "tools": wrong}])
+        assert code == 2 and f"rows.jsonl, line 3: {message}" in output and "unexpected" not in output
     named = [*rows, {"messages": CHAT, "tools": ["calculator"]}]
-    code, said = check(named)
+    code, output = check(named)
     assert (
         code == 2
-        and "line 3 names the tool 'calculator' (`tools`), and the agent loop single_turn has" in said
+        and "line 3 names the tool 'calculator' (`tools`), and the agent loop single_turn has" in output
     )
     assert check([{**named[2], "agent": "tool"}], 'rollout.agent_options.tool.tools=["calculator"]')[0] == 0
 
 
 def test_plain_text_under_the_tool_loop(check: Check) -> None:
-    code, said = check([{"prompt": "12+34="}], "rollout.agent=tool")
-    assert code == 2 and "line 1 is plain text (`prompt`), and the tool loop reads chats" in said
+    code, output = check([{"prompt": "12+34="}], "rollout.agent=tool")
+    assert code == 2 and "line 1 is plain text (`prompt`), and the tool loop reads chats" in output
 
 
 def test_the_key_of_missing_data_is_named(check: Check) -> None:
-    code, said = check([{"messages": CHAT}], "data.eval=nowhere.jsonl")
+    code, output = check([{"messages": CHAT}], "data.eval=nowhere.jsonl")
     assert (
-        code == 2 and "data.eval: dataset nowhere.jsonl does not exist" in said and "data.train" not in said
+        code == 2
+        and "data.eval: dataset nowhere.jsonl does not exist" in output
+        and "data.train" not in output
     )
 
 
 def test_lists_and_globs_beside_the_recipe(check: Check, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "b.jsonl").write_text('{"prompt": "a"}\n{"messages": 7}\n')
-    code, said = check([{"messages": CHAT}], 'data.train=["rows.jsonl", "more/*.jsonl"]')
-    assert code == 2 and f"{tmp_path / 'more' / 'b.jsonl'}, line 2: messages is a int" in said
-    code, said = check([{"messages": CHAT}], "data.train=more/none*.jsonl")
-    assert code == 2 and "data.train: no file matches" in said
-    code, said = check([{"messages": CHAT}], "data.train=more/c.jsonl")
-    assert code == 2 and f"data.train: dataset {tmp_path / 'more' / 'c.jsonl'} does not exist" in said
-    code, said = check([{"messages": CHAT}], "data.train=5")
-    assert code == 2 and "`data.train` = 5: expected a list of texts" in said
+    code, output = check([{"messages": CHAT}], 'data.train=["rows.jsonl", "more/*.jsonl"]')
+    assert code == 2 and f"{tmp_path / 'more' / 'b.jsonl'}, line 2: messages is a int" in output
+    code, output = check([{"messages": CHAT}], "data.train=more/none*.jsonl")
+    assert code == 2 and "data.train: no file matches" in output
+    code, output = check([{"messages": CHAT}], "data.train=more/c.jsonl")
+    assert code == 2 and f"data.train: dataset {tmp_path / 'more' / 'c.jsonl'} does not exist" in output
+    code, output = check([{"messages": CHAT}], "data.train=5")
+    assert code == 2 and "`data.train` = 5: expected a list of texts" in output
 
 
 def test_prompts_that_are_too_long(check: Check) -> None:
     rows = [{"messages": CHAT}, {"messages": LONG}, {"messages": LONG}]
-    code, said = check(rows, "data.max_prompt_tokens=20")
+    code, output = check(rows, "data.max_prompt_tokens=20")
     assert (
         code == 2
-        and "the prompt of" in said
-        and "rows.jsonl, line 2 has" in said
-        and "(2 rows in all)" in said
+        and "the prompt of" in output
+        and "rows.jsonl, line 2 has" in output
+        and "(2 rows in all)" in output
     )
-    code, said = check(rows, "data.max_prompt_tokens=20", "data.overlong=drop")
-    assert code == 0 and "2 of 3 prompts have more than 20 tokens and are left out" in said
-    code, said = check(rows, "data.max_prompt_tokens=20", "data.overlong=truncate_left")
-    assert code == 0 and "2 of 3 prompts have more than 20 tokens and lose their beginning" in said
-    code, said = check(rows[1:], "data.max_prompt_tokens=20", "data.overlong=drop")
-    assert code == 2 and "leaves no row" in said
+    code, output = check(rows, "data.max_prompt_tokens=20", "data.overlong=drop")
+    assert code == 0 and "2 of 3 prompts have more than 20 tokens and are left out" in output
+    code, output = check(rows, "data.max_prompt_tokens=20", "data.overlong=truncate_left")
+    assert code == 0 and "2 of 3 prompts have more than 20 tokens and lose their beginning" in output
+    code, output = check(rows[1:], "data.max_prompt_tokens=20", "data.overlong=drop")
+    assert code == 2 and "leaves no row" in output
     room = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "1" * 600}]}]
     assert check(room)[0] == 2 and check(room, "data.overlong=drop")[0] == 0
     small = ["teachers.add.context_length=40", "rollout.max_new_tokens=8"]
-    code, said = check(rows, *small)
+    code, output = check(rows, *small)
     limit = "data.max_prompt_tokens=31"
-    assert code == 2 and "data.max_prompt_tokens = 31 with data.overlong = 'drop' or 'truncate_left'" in said
+    assert (
+        code == 2 and "data.max_prompt_tokens = 31 with data.overlong = 'drop' or 'truncate_left'" in output
+    )
     assert check(rows, *small, limit, "data.overlong=truncate_left")[0] == 0
     for rule, what in (("drop", "are left out"), ("truncate_left", "lose their beginning")):
-        code, said = check(rows, *small, f"data.overlong={rule}")
-        told = f"2 of 3 prompts have more than 31 tokens (room that teachers leave for prompts: add 31) and {what}"
-        assert code == 0 and told in said
+        code, output = check(rows, *small, f"data.overlong={rule}")
+        message = f"2 of 3 prompts have more than 31 tokens (room that teachers leave for prompts: add 31) and {what}"
+        assert code == 0 and message in output
 
 
 def test_passes_are_counted_in_steps(check: Check) -> None:
     rows = [{"messages": CHAT}] * 9 + [{"messages": LONG}]
     drop = ["data.max_prompt_tokens=20", "data.overlong=drop"]
-    code, said = check(rows, "trainer.passes=2", *drop)
-    assert code == 0 and "trainer.passes = 2 over 9 rows in batches of 4: 5 steps" in said
+    code, output = check(rows, "trainer.passes=2", *drop)
+    assert code == 0 and "trainer.passes = 2 over 9 rows in batches of 4: 5 steps" in output
     assert "\n5 steps × 4 rollouts" in check(rows, "trainer.passes=2", *drop, command="plan")[1]
     assert "\n1 step × 4 rollouts" in check(rows, "trainer.passes=0.4", *drop, command="plan")[1]
     assert "both `steps` and `passes`" in check(rows, "trainer={steps = 3, passes = 1.0}")[1]
@@ -161,9 +170,9 @@ def test_a_template_may_raise_anything(check: Check, tmp_path: Path, template: s
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text(template)
-    code, said = check([{"messages": CHAT}], f"student.model={folder}")
-    assert code == 2 and "rows.jsonl, line 1 cannot be rendered by the student's chat template" in said
-    assert expected in said and "unexpected" not in said
+    code, output = check([{"messages": CHAT}], f"student.model={folder}")
+    assert code == 2 and "rows.jsonl, line 1 cannot be rendered by the student's chat template" in output
+    assert expected in output and "unexpected" not in output
 
 
 def test_a_student_that_reads_no_pictures(check: Check, tmp_path: Path) -> None:
@@ -175,9 +184,9 @@ def test_a_student_that_reads_no_pictures(check: Check, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text("{{ 'user: ' + messages[0].content }}")
     rows = [{"messages": CHAT}, {"messages": CHAT, "images": ["a.png"]}]
-    code, said = check(rows, f"student.model={folder}")
-    assert code == 2 and f"line 2 has pictures; student.model = '{folder}' reads text only" in said
-    assert "cannot be rendered" not in said and "TypeError" not in said
+    code, output = check(rows, f"student.model={folder}")
+    assert code == 2 and f"line 2 has pictures; student.model = '{folder}' reads text only" in output
+    assert "cannot be rendered" not in output and "TypeError" not in output
 
 
 REWARDS = """
@@ -221,32 +230,32 @@ def test_a_reward_is_tried_before_anything_starts(
     """Its module lies beside the recipe, and nothing is said of that to Python."""
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     rows = [{"messages": CHAT, "answer": "64"}]
-    code, said = check(rows, f"data.reward=own_rewards:{reward}", "rollout.deadline_seconds=0.5")
-    assert "noise" not in said
+    code, output = check(rows, f"data.reward=own_rewards:{reward}", "rollout.deadline_seconds=0.5")
+    assert "noise" not in output
     if expected is None:
-        assert code == 0, said
+        assert code == 0, output
     else:
-        assert code == 2 and f"error: data.reward = 'own_rewards:{reward}' {expected}" in said.replace(
+        assert code == 2 and f"error: data.reward = 'own_rewards:{reward}' {expected}" in output.replace(
             f"({tmp_path}/own_rewards.py) ", ""
         ).replace("own_rewards has", "has").replace(f"gave no answer for {tmp_path}/rows.jsonl, line 1 ", "")
-        assert said.count("error:") == 1
+        assert output.count("error:") == 1
         if expected.endswith(" at"):
-            assert f"{expected} {tmp_path}/rows.jsonl, line 1\n" in said
+            assert f"{expected} {tmp_path}/rows.jsonl, line 1\n" in output
 
 
 def test_a_reward_module_that_cannot_be_imported(check: Check, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     rows = [{"messages": CHAT}]
-    told = check(rows, "data.reward=broken:f")[1]
-    assert "data.reward = 'broken:f' cannot be imported: broken raised ZeroDivisionError" in told
+    message = check(rows, "data.reward=broken:f")[1]
+    assert "data.reward = 'broken:f' cannot be imported: broken raised ZeroDivisionError" in message
     for file, where in (("broken.py", ""), ("../far/broken.py", ", with run.python_path = ['../far']")):
-        told = check(rows, f"data.reward={file}:f")[1]
-        assert f"a module is named without folder and .py; write 'broken:f'{where}\n" in told
-    code, said = check(rows, "data.reward=nowhere_at_all:f")
+        message = check(rows, f"data.reward={file}:f")[1]
+        assert f"a module is named without folder and .py; write 'broken:f'{where}\n" in message
+    code, output = check(rows, "data.reward=nowhere_at_all:f")
     assert (
         code == 2
         and "cannot be imported: No module named 'nowhere_at_all'; modules are looked up beside the recipe"
-        in said
+        in output
     )
 
 
@@ -256,39 +265,41 @@ def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
         {"messages": CHAT, "reward_model": {"ground_truth": "#### 7"}},
     ]
     assert check(rows, "data.reward=understudy.rollout.rewards.builtin:gsm8k")[0] == 0
-    said = check(rows, "data.reward=understudy.rollout.reward:gsm8k")[1]
-    assert "write 'understudy.rollout.rewards.builtin:gsm8k'" in said
+    output = check(rows, "data.reward=understudy.rollout.reward:gsm8k")[1]
+    assert "write 'understudy.rollout.rewards.builtin:gsm8k'" in output
     for reward in ("builtin:gsm8k", "builtin:exact_match", "math_reward:math_verify"):
-        code, said = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.rewards.{reward}")
+        code, output = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.rewards.{reward}")
         assert code == 2, reward
-        assert "line 3: the row has nothing in column 'answer' (or reward_model.ground_truth)" in said, reward
-    said = check(
+        assert "line 3: the row has nothing in column 'answer' (or reward_model.ground_truth)" in output, (
+            reward
+        )
+    output = check(
         [*rows, {"messages": CHAT, "answer": "many"}], "data.reward=understudy.rollout.rewards.builtin:gsm8k"
     )[1]
-    assert "rows.jsonl, line 3: column 'answer' holds 'many'" in said
+    assert "rows.jsonl, line 3: column 'answer' holds 'many'" in output
 
 
 def test_a_reward_that_fails_on_some_rows_is_noted(check: Check, tmp_path: Path) -> None:
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     rows = [{"messages": CHAT, "missing": 1}, {"messages": CHAT}]
-    code, said = check(rows, "data.reward=own_rewards:column")
-    assert code == 0 and "line 2 (1 of 2 rows tried; each would be a dead letter)" in said
-    code, said = check(
+    code, output = check(rows, "data.reward=own_rewards:column")
+    assert code == 0 and "line 2 (1 of 2 rows tried; each would be a dead letter)" in output
+    code, output = check(
         [{"messages": CHAT, "answer": "1"}, {"messages": CHAT}],
         "data.reward=understudy.rollout.rewards.builtin:exact_match",
         "trainer.max_dead_letters=0.5",
     )
-    assert code == 0 and "(1 of 2 rows; each would be a dead letter)" in said
+    assert code == 0 and "(1 of 2 rows; each would be a dead letter)" in output
 
 
 def test_a_run_directory_that_cannot_be(check: Check, tmp_path: Path) -> None:
     rows = [{"messages": CHAT}]
     (tmp_path / "afile").write_text("x")
-    code, said = check(rows, f"run.dir={tmp_path / 'afile'}")
-    assert code == 2 and "afile' is a file; name a folder" in said
+    code, output = check(rows, f"run.dir={tmp_path / 'afile'}")
+    assert code == 2 and "afile' is a file; name a folder" in output
     for folder in (tmp_path / "afile" / "run", Path("/proc/x"), Path("/sys/x/y")):
-        code, said = check(rows, f"run.dir={folder}")
-        assert code == 2 and "run.dir" in said and "unexpected" not in said, folder
+        code, output = check(rows, f"run.dir={folder}")
+        assert code == 2 and "run.dir" in output and "unexpected" not in output, folder
     assert check(rows, f"run.dir={tmp_path / 'new' / 'run'}")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "recipe.toml", "rows.jsonl"]
 
@@ -299,9 +310,9 @@ def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) 
     (tmp_path / "run" / "recipe.json").write_text("{}")
     where = tmp_path / "run"
     for command in ("check", "train"):
-        code, said = check([{"messages": CHAT}], f"run.dir={where}", command=command)
-        told = f"{where} holds a run already; continue it with `understudy resume {where}`, or name another folder in run.dir"
-        assert code == 2 and f"error: {told}" in said
+        code, output = check([{"messages": CHAT}], f"run.dir={where}", command=command)
+        message = f"{where} holds a run already; continue it with `understudy resume {where}`, or name another folder in run.dir"
+        assert code == 2 and f"error: {message}" in output
     assert check([{"messages": CHAT}], f"run.dir={where}", command="plan")[0] == 0
 
 
@@ -311,10 +322,10 @@ def test_a_teachers_server_that_does_not_answer(check: Check) -> None:
         busy.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         url = f"http://127.0.0.1:{busy.getsockname()[1]}"
         external = ('teachers.add.placement="external"', f'teachers.add.urls=["{url}"]')
-        code, said = check([{"messages": CHAT}], *external)
-        told = f"teachers.add.urls: no server accepts connections at {url} (Connection refused); start it, or correct"
-        assert code == 0 and told in said and "sound as far as it could be checked" in said
-        code, said = check([{"messages": CHAT}], *external, command="train")
-        assert code == 2 and f"error: {told}" in said
+        code, output = check([{"messages": CHAT}], *external)
+        message = f"teachers.add.urls: no server accepts connections at {url} (Connection refused); start it, or correct"
+        assert code == 0 and message in output and "sound as far as it could be checked" in output
+        code, output = check([{"messages": CHAT}], *external, command="train")
+        assert code == 2 and f"error: {message}" in output
         busy.listen()
         assert "no server accepts" not in check([{"messages": CHAT}], *external)[1]

@@ -34,7 +34,7 @@ def test_every_command_and_flag_is_in_it(shell: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("line", "offered"),
     [
         ("understudy qui", "quickstart"),
         ("understudy train --qu", "--quiet"),
@@ -42,11 +42,11 @@ def test_every_command_and_flag_is_in_it(shell: str, capsys: pytest.CaptureFixtu
         ("understudy check rec", "recipe.toml"),
     ],
 )
-def test_bash_completes(words: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(line: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").touch()
     (tmp_path / "completion.sh").write_text(script("bash", capsys))
     asked = (
-        f"source completion.sh; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_LINE='{words}'; "
+        f"source completion.sh; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_LINE='{line}'; "
         "COMP_POINT=${#COMP_LINE}; $(complete -p understudy | sed 's/.*-F \\([^ ]*\\).*/\\1/') understudy "
         '"${COMP_WORDS[COMP_CWORD]}" ""; printf "%s\\n" "${COMPREPLY[@]}"'
     )

@@ -48,15 +48,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / TRAINED / "recipe.json").write_text(json.dumps({**table, "run": {"dir": None}}))
     env = {**os.environ, "HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
-        [sys.executable, "-c", EACH, json.dumps([words for words, _ in CASES])],
+        [sys.executable, "-c", EACH, json.dumps([arguments for arguments, _ in CASES])],
         cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout.split(" False\n")
 
 
-@pytest.mark.parametrize(("place", "words", "told"), [(place, *case) for place, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("place", "arguments", "message"), [(place, *case) for place, case in enumerate(CASES)]
+)
 def test_what_is_not_there_is_refused_without_torch(
-    answers: list[str], place: int, words: list[str], told: str
+    answers: list[str], place: int, arguments: list[str], message: str
 ) -> None:
-    assert told in answers[place] and answers[place].endswith("== 2"), answers[place]
+    assert message in answers[place] and answers[place].endswith("== 2"), answers[place]

@@ -85,15 +85,15 @@ def test_a_submitted_job_starts_ray_on_every_node_and_the_run_on_the_head(slurm:
     assert (slurm / "joined").read_text().splitlines()[-1].endswith("10.0.0.1:6379 3"), (
         "it waits for all nodes"
     )
-    words = (slurm / "understudy").read_text().splitlines()
-    assert words == [
+    arguments = (slurm / "understudy").read_text().splitlines()
+    assert arguments == [
         "train", recipe, "trainer.steps=3", "cluster.backend=ray", "cluster.address=10.0.0.1:6379", "run.dir=runs/my-run-7"
     ]  # fmt: skip
     (slurm / "runs" / "my-run-7").mkdir(parents=True)
     (slurm / "runs" / "my-run-7" / "recipe.json").write_text("{}")
     subprocess.run(["bash", str(job)], env=env, cwd=slurm, check=True, timeout=60)
-    words = (slurm / "understudy").read_text().splitlines()
-    assert words == ["resume", "runs/my-run-7", "cluster.address=10.0.0.1:6379"], "a requeued job goes on"
+    arguments = (slurm / "understudy").read_text().splitlines()
+    assert arguments == ["resume", "runs/my-run-7", "cluster.address=10.0.0.1:6379"], "a requeued job goes on"
 
 
 def test_words_of_the_command_stay_words_in_the_script(slurm: Path, recipe: str) -> None:
@@ -120,9 +120,9 @@ def test_refusals(slurm: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert code == 2 and "sbatch is not on PATH" in output
 
 
-def manifest(recipe: str, *words: str) -> dict[str, Any]:
+def manifest(recipe: str, *arguments: str) -> dict[str, Any]:
     code, text = call_cli(
-        "launch", recipe, *words, "--kuberay", "--image", "registry.example/understudy-ray:0.1"
+        "launch", recipe, *arguments, "--kuberay", "--image", "registry.example/understudy-ray:0.1"
     )
     assert code == 0, text
     found: dict[str, Any] = yaml.safe_load(text)

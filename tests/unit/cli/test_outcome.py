@@ -31,9 +31,9 @@ def test_rewards_beyond_1_are_not_shown_as_percentages(
         {"step": 4, "val/accuracy/all": after},
     ]
     assert finish(RunOutcome(tmp_path, 4, metrics)) == 0
-    said = capsys.readouterr().out
-    (row,) = [line for line in said.splitlines() if " all " in line]
-    assert title in said and tuple(row.replace("│", " ").split()[1:]) == figures
+    output = capsys.readouterr().out
+    (row,) = [line for line in output.splitlines() if " all " in line]
+    assert title in output and tuple(row.replace("│", " ").split()[1:]) == figures
 
 
 def test_the_name_of_a_data_source_does_not_drive_the_terminal(
@@ -43,5 +43,5 @@ def test_the_name_of_a_data_source_does_not_drive_the_terminal(
     (tmp_path / "recipe.json").write_text(json.dumps({"teachers": {}}))
     metrics = [{"step": step, "val/accuracy/\x1b[2J[/b]": 0.5} for step in (0, 4)]
     assert finish(RunOutcome(tmp_path, 4, metrics)) == 0
-    said = capsys.readouterr().out
-    assert "\x1b[2J" not in said and "\\x1b[2J[/b]" in said
+    output = capsys.readouterr().out
+    assert "\x1b[2J" not in output and "\\x1b[2J[/b]" in output

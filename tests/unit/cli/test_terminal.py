@@ -64,16 +64,18 @@ def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: st
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
         command = ["eval", str(Path(__file__).parent), "--data", "rows.jsonl", "--reward", "module:function"]
         os.execv(sys.executable, [sys.executable, "-c", IMPORTING, module, how, *command])
-    said = b""
-    while b"importing" not in said:
-        said += os.read(terminal, 1 << 16)
+    output = b""
+    while b"importing" not in output:
+        output += os.read(terminal, 1 << 16)
     os.write(terminal, b"\x03")
     with suppress(OSError):  # EIO: the program is gone
         while more := os.read(terminal, 1 << 16):
-            said += more
+            output += more
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert b"started" not in said and b"Traceback" not in said and said.endswith(b"interrupted\r\n"), said
+    assert b"started" not in output and b"Traceback" not in output and output.endswith(b"interrupted\r\n"), (
+        output
+    )
 
 
 def test_a_closed_terminal_takes_what_it_is_given() -> None:

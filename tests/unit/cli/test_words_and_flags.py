@@ -10,7 +10,7 @@ QUICKSTART = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recip
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["train", "R", "a.b=1", "c.d=2", "--quiet"],
         ["train", "R", "--quiet", "a.b=1", "c.d=2"],
@@ -20,25 +20,25 @@ QUICKSTART = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recip
         ["resume", "--debug", "R", "a.b=1", "--quiet", "c.d=2"],
     ],
 )
-def test_flags_may_stand_anywhere(words: list[str]) -> None:
-    options = _parsed(_parser(), words)
+def test_flags_may_stand_anywhere(arguments: list[str]) -> None:
+    options = _parsed(_parser(), arguments)
     assert options.overrides == ["a.b=1", "c.d=2"] and options.quiet
-    assert options.debug == ("--debug" in words)
+    assert options.debug == ("--debug" in arguments)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["train", "R", "--quite", "a.b=1"], "unrecognized arguments: --quite a.b=1"),
         (["audit", "R", "--debug", "a.b=1"], "unrecognized arguments: a.b=1"),
     ],
 )
 def test_what_nobody_knows_is_refused(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2 and told in capsys.readouterr().err
+        main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_word_after_a_flag_changes_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,15 +13,15 @@ from understudy.cli.main import _COMMANDS, _parsed, _parser, main
 from understudy.observability.live import LiveView
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(arguments)
     assert ended.value.code == 2
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["train"], "error: understudy train needs `recipe` (a TOML recipe)"),
         (["resume"], "error: understudy resume needs `run` (a run directory)"),
@@ -37,18 +37,18 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )  # fmt: skip
 def test_what_is_missing_or_wrong_is_named(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = refused(words, capsys).splitlines()[0]
-    assert told in first and "key=value" not in first.partition("settings are")[0]
+    first = refused(arguments, capsys).splitlines()[0]
+    assert message in first and "key=value" not in first.partition("settings are")[0]
 
 
 @pytest.mark.parametrize("name", list(_COMMANDS))
 def test_every_command_has_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = importlib.import_module(f"understudy.cli.commands.{_COMMANDS[name]}").EXAMPLE
-    program, *words = shlex.split(example)
-    assert program == "understudy" and words[0] == name
-    _parsed(_parser(), words)
+    program, *arguments = shlex.split(example)
+    assert program == "understudy" and arguments[0] == name
+    _parsed(_parser(), arguments)
     if name not in ("quickstart", "doctor", "keys", "schema", "view"):  # these need nothing
         assert f"example: {example}" in refused([name], capsys)
 
@@ -57,8 +57,8 @@ def test_scores_of_an_address_where_no_teacher_is(tmp_path: Path, capsys: pytest
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"tokens": [1, 2, 3]}) + "\n")
     assert main(["score", "http://127.0.0.1:9", str(rows)]) == 2
-    told = capsys.readouterr().err
-    assert "error: teacher at http://127.0.0.1:9: " in told and "teacher ," not in told
+    output = capsys.readouterr().err
+    assert "error: teacher at http://127.0.0.1:9: " in output and "teacher ," not in output
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -69,11 +69,11 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(
     with LiveView(3, console=console) as view, view.work("loading a[/b]/m [bold]x"):
         view.phase("starting a[/b]/m [red]")
         view.step({"step": 0, "actor/loss": 1.0})
-        said, deadline = "", time.monotonic() + 60
-        while "loading a[/b]/m [bold]x" not in said and time.monotonic() < deadline:
+        output, deadline = "", time.monotonic() + 60
+        while "loading a[/b]/m [bold]x" not in output and time.monotonic() < deadline:
             time.sleep(0.05)  # the display draws itself on a thread, some times a second
-            said += capsys.readouterr().err
-    assert "loading a[/b]/m [bold]x" in said
+            output += capsys.readouterr().err
+    assert "loading a[/b]/m [bold]x" in output
 
 
 def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +81,12 @@ def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.C
     recipe.write_text('[student]\nmodel="a[/b]/m"\n[teachers.t]\nmodel="a[/b]/m"\n[data]\ntrain="d.jsonl"\n')
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n')
     assert main(["check", str(recipe)]) in (0, 2) and main(["plan", str(recipe), "--gpus", "0"]) in (0, 2)
-    said = capsys.readouterr()
-    assert "MarkupError" not in said.err and "unexpected" not in said.err
+    captured = capsys.readouterr()
+    assert "MarkupError" not in captured.err and "unexpected" not in captured.err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "messages"),
     [
         (["data.train=5"], ["`data.train` = 5: expected a list of texts"]),
         (["data.train=[3]"], ["`data.train[0]` = 3: expected a text"]),
@@ -96,10 +96,10 @@ def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.C
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_told_once(
-    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the checks of models and data would say of a key that is left out is not said."""
     recipe = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recipe.toml"
-    assert main(["check", str(recipe), *words]) == 2
+    assert main(["check", str(recipe), *arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert lines == [f"error: {line}" for line in told]
+    assert lines == [f"error: {line}" for line in messages]

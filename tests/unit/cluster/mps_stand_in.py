@@ -8,13 +8,13 @@ from pathlib import Path
 
 pipes = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 calls = Path(os.environ["MPS_CALLS"])
-words = sys.argv[1:] or sys.stdin.read().split()
+arguments = sys.argv[1:] or sys.stdin.read().split()
 with calls.open("a") as file:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    print(pipes, os.environ["CUDA_MPS_LOG_DIRECTORY"], visible, *words, file=file)
-if os.environ.get("MPS_REFUSES") == words[0]:
-    sys.exit("cannot " + words[0])
-if words[0] == "-d":
+    print(pipes, os.environ["CUDA_MPS_LOG_DIRECTORY"], visible, *arguments, file=file)
+if os.environ.get("MPS_REFUSES") == arguments[0]:
+    sys.exit("cannot " + arguments[0])
+if arguments[0] == "-d":
     if pid := os.fork():
         (pipes / "nvidia-cuda-mps-control.pid").write_text(str(pid))
         (pipes / "control").touch()

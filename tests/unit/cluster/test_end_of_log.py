@@ -14,18 +14,18 @@ from understudy.errors import UnderstudyError
 
 
 @pytest.mark.parametrize(
-    ("written", "told"), [("early\nthe disk is full\n", "the disk is full"), (None, "it said nothing")]
+    ("written", "last_line"), [("early\nthe disk is full\n", "the disk is full"), (None, "it said nothing")]
 )
 def test_a_lost_process_is_told_with_its_log_or_without(
-    tmp_path: Path, written: str | None, told: str
+    tmp_path: Path, written: str | None, last_line: str
 ) -> None:
     log = tmp_path / "rank-1.log"
     if written is not None:
         log.write_text(written)
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     process.wait()
-    words = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
-    assert words == f"{told} (rank 1 of 2 ended with code 3; log: {log})"
+    report = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
+    assert report == f"{last_line} (rank 1 of 2 ended with code 3; log: {log})"
 
 
 CRASHING = """
@@ -47,18 +47,18 @@ def test_a_crash_in_native_code_leaves_its_stack(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, "-c", CRASHING], stdout=sink, stderr=sink)
     process.wait()
     assert process.returncode == -signal.SIGSEGV
-    told = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
+    report = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
     assert (
-        told
+        report
         == f"rank 1 of 2 was killed by SIGSEGV (a crash in native code; the log has its stack); log: {log}"
     )
     processes = LocalProcesses(tmp_path)
-    words = processes.end_of_log("rank-1").splitlines()
+    lines = processes.end_of_log("rank-1").splitlines()
     with log.open("a") as sink:
         sink.write("error: of its next start\n")
     assert processes.end_of_log("rank-1").endswith("error: of its next start")
     asyncio.run(processes.close())
-    assert words[0] == "Fatal Python error: Segmentation fault" and any("in body" in line for line in words)
+    assert lines[0] == "Fatal Python error: Segmentation fault" and any("in body" in line for line in lines)
 
 
 def test_inside_a_running_loop_problems_are_told_as_anywhere() -> None:

@@ -76,9 +76,11 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize(("code", "expected", "said"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")])
+@pytest.mark.parametrize(
+    ("code", "expected", "printed"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")]
+)
 def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
-    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, said: str
+    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, printed: str
 ) -> None:
     """The last collection goes through all that was imported: 2 to 3 s with torch."""
     (tmp_path / "ends_for_test.py").write_text(ENDS.format(code=code))
@@ -87,7 +89,7 @@ def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
     with (tmp_path / "log").open("wb") as log:
         child = own.start("ends_for_test", [], {**os.environ, "OMP_NUM_THREADS": "1"}, log.fileno(), None)
     assert child.wait(20) == expected
-    assert (tmp_path / "log").read_text().split() == f"{said}thread atexit".split()
+    assert (tmp_path / "log").read_text().split() == f"{printed}thread atexit".split()
 
 
 def test_another_environment_at_load_means_a_process_of_its_own(
@@ -177,7 +179,7 @@ def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
 ) -> None:
     """After three seconds without time on a busy machine, an exit code of 2 was told as a SIGKILL."""
     monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.0)
-    monkeypatch.setattr(own, "_hear", lambda: None)  # it has said nothing yet
+    monkeypatch.setattr(own, "_receive", lambda: None)  # it has said nothing yet
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     child = fork_server._Forked(gone.pid, own)
@@ -191,7 +193,7 @@ def test_a_child_with_the_number_of_an_earlier_one_is_given_its_own_time(
 ) -> None:
     """A trainer that had ended with 0 was told as killed: a child an hour before it had the same pid."""
     monkeypatch.setattr(fork_server, "_BUSY_SECONDS", 0.3)
-    monkeypatch.setattr(own, "_hear", lambda: None)
+    monkeypatch.setattr(own, "_receive", lambda: None)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     earlier, later = (fork_server._Forked(gone.pid, own) for _ in range(2))

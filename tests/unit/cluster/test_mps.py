@@ -134,7 +134,7 @@ def test_a_service_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, 
     assert mps.start() == "nvidia-cuda-mps-control is not on PATH"
 
 
-def told(mps_key: str = "auto", mode: str = "fully_async") -> list[str]:
+def notes(mps_key: str = "auto", mode: str = "fully_async") -> list[str]:
     recipe = parse_recipe(
         {
             "student": {"model": "org/student"},
@@ -157,8 +157,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_a_run_whose_processes_share_a_gpu_starts_it(started: list[bool]) -> None:
-    (said,) = told()
-    assert started and said.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
+    (note,) = notes()
+    assert started and note.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
 
 
 @pytest.mark.parametrize("why", ["off", "sync", "no GPU", "runs already", "CPU torch"])
@@ -172,7 +172,7 @@ def test_a_run_that_does_not_need_it_is_silent(
         (tmp_path / "control").touch()
     elif why == "CPU torch":
         monkeypatch.setattr(torch.version, "cuda", None)
-    assert told("off" if why == "off" else "auto", "sync" if why == "sync" else "fully_async") == []
+    assert notes("off" if why == "off" else "auto", "sync" if why == "sync" else "fully_async") == []
     assert not started
 
 
@@ -180,8 +180,8 @@ def test_a_run_that_goes_without_says_what_it_would_gain(
     started: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "start", lambda: "nvidia-cuda-mps-control is not on PATH")
-    (said,) = told()
-    assert "1.6 times as fast" in said and "not on PATH" in said
+    (note,) = notes()
+    assert "1.6 times as fast" in note and "not on PATH" in note
     monkeypatch.setattr(mps, "uses_cuda", lambda: True)
-    (said,) = told()
-    assert "used CUDA before the run" in said
+    (note,) = notes()
+    assert "used CUDA before the run" in note

@@ -65,9 +65,9 @@ def test_a_sum_that_fits_may_still_break_a_node() -> None:
     assert "both must be at least 1" in str(caught.value)
     with pytest.raises(ClusterError) as caught:
         place([Pool("p", 3, 4)], [Claim("three", "p", 4, 3)])
-    told = str(caught.value)
-    assert "three/3 wants 3 GPUs of one node" in told and "though the sum would fit" in told
-    assert "  node 2 │ 0-2 three/2 │ 3 free │" in told
+    message = str(caught.value)
+    assert "three/3 wants 3 GPUs of one node" in message and "though the sum would fit" in message
+    assert "  node 2 │ 0-2 three/2 │ 3 free │" in message
 
 
 def test_widths_that_end_inside_a_node_are_drawn() -> None:
@@ -85,9 +85,9 @@ def test_unknown_pools_empty_claims_and_missing_kinds_are_told_together() -> Non
     ]
     with pytest.raises(ClusterError) as caught:
         place([TWO_NODES], claims)
-    told = str(caught.value).splitlines()
-    assert len(told) == 3 and "'nowhere'; pools are teachers" in told[0] and "at least 1" in told[1]
-    assert "wants CPUs, and pool teachers has none" in told[2]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3 and "'nowhere'; pools are teachers" in lines[0] and "at least 1" in lines[1]
+    assert "wants CPUs, and pool teachers has none" in lines[2]
 
 
 def test_gpus_and_cpus_of_a_pool_are_counted_apart() -> None:

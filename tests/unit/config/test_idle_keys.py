@@ -17,13 +17,13 @@ SHIPPED = sorted([*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("src/understudy/as
 URL = '["http://h:1"]'
 
 
-def recipe(*words: str) -> Recipe:
+def recipe(*arguments: str) -> Recipe:
     table: dict[str, Any] = {
         "student": {"model": "s"},
         "teachers": {"t": {"model": "t"}},
         "data": {"train": "d"},
     }
-    apply_overrides(table, words)
+    apply_overrides(table, arguments)
     return parse_recipe(table)
 
 
@@ -58,9 +58,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("word", "others", "told"), CASES)
-def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+@pytest.mark.parametrize(("word", "others", "message"), CASES)
+def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         recipe(word)
     assert len(caught.value.problems) == 1
     recipe(word, *others)

@@ -38,7 +38,7 @@ def written(folder: Path, student: str, teacher: str = "Qwen/Qwen3-8B", more: st
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggested"),
     [
         ("models/studnt", "models/student"),
         ("modls/student", "models/student"),
@@ -49,12 +49,14 @@ def written(folder: Path, student: str, teacher: str = "Qwen/Qwen3-8B", more: st
     ],
 )
 def test_check_reports_a_missing_folder_with_the_nearest(
-    folder: Path, name: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, suggested: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(written(folder, name))]) == 2
-    told = capsys.readouterr().err
-    assert f"student.model = '{(folder / name).resolve()}': no such folder" in told
-    assert (f"did you mean '{folder / meant}'?" in told) if meant else ("did you mean" not in told)
+    output = capsys.readouterr().err
+    assert f"student.model = '{(folder / name).resolve()}': no such folder" in output
+    assert (
+        (f"did you mean '{folder / suggested}'?" in output) if suggested else ("did you mean" not in output)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_an_empty_name_is_not_the_recipes_own_folder(
     path = written(folder, "", "  ")
     path.write_text(path.read_text().replace("rows.jsonl", ""))
     assert main(["check", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "`student.model` = '': expected a hub id or the folder of a model" in said
-    assert "`teachers.t.model` = '  ': expected a hub id or the folder of a model" in said
-    assert "`data.train`: '' names no data; expected a jsonl or parquet file" in said
+    output = capsys.readouterr().err
+    assert "`student.model` = '': expected a hub id or the folder of a model" in output
+    assert "`teachers.t.model` = '  ': expected a hub id or the folder of a model" in output
+    assert "`data.train`: '' names no data; expected a jsonl or parquet file" in output
 
 
 def test_distill_refuses_an_empty_name_of_data() -> None:

@@ -13,7 +13,7 @@ def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"processes": 1, "engine": "vllm"}, "`processes` belong to engine = 'hf'.*`replicas`"),
         ({"processes": 2, "devices": ["0"]}, "1 devices for 2 processes"),
@@ -22,6 +22,6 @@ def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
         ({"processes": -1}, "greater than or equal to 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RolloutConfig(**settings)

@@ -21,7 +21,7 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         (
             {"trainer": {"ranks": 2}, "student": {"device": "cuda:0"}, "cluster": {"backend": "ray"}},
@@ -42,8 +42,8 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
         ({"trainer": {"eval_k": -1}}, "trainer.eval_k"),
     ],
 )
-def test_refused_with_a_reason(sections: dict[str, dict[str, Any]], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_refused_with_a_reason(sections: dict[str, dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         parse_recipe(recipe(**sections))
     assert len(caught.value.problems) == 1, "one mistake is told once"
 

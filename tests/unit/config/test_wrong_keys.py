@@ -13,7 +13,7 @@ from understudy.errors import ConfigError
 SECTIONS = "|".join(Recipe.model_fields)
 
 
-def told(*overrides: str) -> list[str]:
+def refusals(*overrides: str) -> list[str]:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
     apply_overrides(table, overrides)
     with pytest.raises(ConfigError) as caught:
@@ -102,13 +102,13 @@ def test_every_value_that_a_synonym_leads_to_is_one() -> None:
     ],
 )
 def test_what_users_of_other_projects_write_first(written: str, right: str, wrong: str) -> None:
-    line = told(written)[0]
+    line = refusals(written)[0]
     assert right in line
     assert not wrong or wrong not in line
 
 
 def test_a_table_of_another_project_is_answered_key_by_key() -> None:
-    lines = told("actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.temperature=1")
+    lines = refusals("actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.temperature=1")
     assert lines == [
         "unknown key `actor_rollout_ref.actor.ppo_epochs`; it is `trainer.epochs` here",
         "unknown key `actor_rollout_ref.rollout.temperature`; it is `rollout.temperature` here",
@@ -116,7 +116,7 @@ def test_a_table_of_another_project_is_answered_key_by_key() -> None:
 
 
 def test_no_answer_lists_a_section() -> None:
-    lines = told("trainer.foo=1", "trainer.eval_foo=1", "rollout.bar=2", "baz.qux=3", "gpus=3")
+    lines = refusals("trainer.foo=1", "trainer.eval_foo=1", "rollout.bar=2", "baz.qux=3", "gpus=3")
     assert "unknown key `trainer.foo`; `understudy keys trainer` lists all" in lines
     assert any("keys like it: `trainer.eval_every`" in line for line in lines)
     assert all(line.count("`") <= 12 and len(line) < 260 for line in lines)
@@ -190,4 +190,4 @@ def test_a_value_where_a_section_belongs(section: str) -> None:
     ],
 )  # fmt: skip
 def test_wrong_values_word_for_word(written: str, line: str) -> None:
-    assert line in told(written)
+    assert line in refusals(written)

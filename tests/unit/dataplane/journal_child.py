@@ -55,12 +55,12 @@ def save_checkpoint(folder: Path, step: int, weights: list[str]) -> None:
     fresh.replace(folder / "checkpoint.json")
 
 
-def train_until_killed(folder: str, keep_rows: bool, retain: str, fault: str, told: Connection) -> None:
+def train_until_killed(folder: str, keep_rows: bool, retain: str, fault: str, reports: Connection) -> None:
     os.environ["UNDERSTUDY_FAULT"] = fault
-    asyncio.run(_train(Path(folder), keep_rows, Retain(retain), told))
+    asyncio.run(_train(Path(folder), keep_rows, Retain(retain), reports))
 
 
-async def _train(folder: Path, keep_rows: bool, retain: Retain, told: Connection) -> None:
+async def _train(folder: Path, keep_rows: bool, retain: Retain, reports: Connection) -> None:
     plane = EmbeddedDataPlane.open(folder / "dataplane", retain=retain, **BOUNDS)
     saved = load_checkpoint(folder)
     weights = list(saved["weights"])
@@ -69,7 +69,7 @@ async def _train(folder: Path, keep_rows: bool, retain: Retain, told: Connection
     for step in range(saved["step"] + 1, STEPS + 1):
         await plane.issue("train", keys_of(step), step=step)
         rows = await plane.list("train")
-        await asyncio.gather(*(_make(plane, key, rows[key], told) for key in keys_of(step) if key in rows))
+        await asyncio.gather(*(_make(plane, key, rows[key], reports) for key in keys_of(step) if key in rows))
         ready = (await plane.depth("train", step=step)).rows
         lease = await plane.claim(
             "train", ready, step=step, fields=("tokens", "logprobs"), order=Order.KEY, lease_seconds=None
@@ -82,22 +82,22 @@ async def _train(folder: Path, keep_rows: bool, retain: Retain, told: Connection
             assert logprobs.numpy().tobytes() == score_of(key)["logprobs"].tobytes(), key
         weights += lease.meta.keys
         await plane.ack(lease, step)
-        told.send(("acked", step))
+        reports.send(("acked", step))
         if step % CHECKPOINT_EVERY == 0:
             await plane.sync()
             save_checkpoint(folder, step, weights)
             await plane.settle(step)
     await plane.close()
-    told.send(("done", STEPS))
+    reports.send(("done", STEPS))
 
 
-async def _make(plane: EmbeddedDataPlane, key: str, row: Any, told: Connection) -> None:
+async def _make(plane: EmbeddedDataPlane, key: str, row: Any, reports: Connection) -> None:
     if is_poison(key):
         await plane.dead_letter("train", key, "poison")
         return
     if row.status is RowStatus.PENDING:
         await plane.put("train", {key: rollout_of(key)})
-        told.send(("rolled out", key))
+        reports.send(("rolled out", key))
     if "logprobs" not in row.columns:
         await plane.put("train", {key: score_of(key)})
-        told.send(("scored", key))
+        reports.send(("scored", key))

@@ -60,10 +60,10 @@ def test_with_a_meta_columns_are_fetched_and_written_back(tmp_path: Path) -> Non
     async def body(plane: EmbeddedDataPlane) -> None:
         meta = BatchMeta("train", KEYS, ("tokens",))
         with serving(plane):
-            told = await count(meta, scale=10)
-            assert told == BatchMeta("train", KEYS, ("tokens", "length", "doubled", "half"))
+            counted = await count(meta, scale=10)
+            assert counted == BatchMeta("train", KEYS, ("tokens", "length", "doubled", "half"))
             assert await total(meta) == 0 + 1 + 0 + 1 + 2
-        found = await plane.get(told)
+        found = await plane.get(counted)
         assert found["length"] == [20, 30]
         assert found["doubled"].values.tolist() == [0, 2, 0, 2, 4]  # type: ignore[union-attr]
         half = found["half"].values  # type: ignore[union-attr]
@@ -93,9 +93,9 @@ def test_sync_bodies_leave_the_event_loop_free(tmp_path: Path) -> None:
 def test_from_a_thread_it_blocks_until_done(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         with serving(plane):
-            told = await asyncio.to_thread(count, BatchMeta("train", KEYS))
-            assert isinstance(told, BatchMeta)
-        assert (await plane.get(told, ("length",)))["length"] == [2, 3]
+            counted = await asyncio.to_thread(count, BatchMeta("train", KEYS))
+            assert isinstance(counted, BatchMeta)
+        assert (await plane.get(counted, ("length",)))["length"] == [2, 3]
 
     run(tmp_path, body)
 
@@ -141,9 +141,9 @@ def test_methods_and_metas_in_any_argument(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta, meter = BatchMeta("train", KEYS, ("tokens",)), Meter(10)
 
-        async def lengths(told: Any) -> Any:
-            assert told == meta.but(fields=("tokens", "length"))
-            return (await plane.get(told, ("length",)))["length"]
+        async def lengths(given: Any) -> Any:
+            assert given == meta.but(fields=("tokens", "length"))
+            return (await plane.get(given, ("length",)))["length"]
 
         with serving(plane):
             assert await lengths(await meter.measure(meta)) == [20, 30]
@@ -172,7 +172,7 @@ def scaled(columns: ColumnDict, extra: dict[str, Any] | None = None) -> ColumnDi
 
 
 @bridged("tokens")
-async def told(columns: ColumnDict, *, extra: dict[str, Any]) -> Any:
+async def extras_of(columns: ColumnDict, *, extra: dict[str, Any]) -> Any:
     return list(extra.items())
 
 
@@ -183,8 +183,8 @@ def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_ans
             answer = await scaled(meta)
             assert answer.extra == {"factor": 7}
             assert (await plane.get(answer, ("length",)))["length"] == [14, 21]
-            assert await told(meta) == [("factor", 7)]
-            assert await told(meta, extra={"own": 1}) == [("own", 1)], "the caller's own comes first"
+            assert await extras_of(meta) == [("factor", 7)]
+            assert await extras_of(meta, extra={"own": 1}) == [("own", 1)], "the caller's own comes first"
             assert (await scaled(meta, {"factor": 2})).fields[-1] == "length"
             assert (await plane.get(answer, ("length",)))["length"] == [4, 6]
 
@@ -214,7 +214,7 @@ def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -
         with serving(plane):
             answer = await Meter(10).measure(data=theirs)
             assert isinstance(answer, queue.KVBatchMeta) and answer.fields == ["tokens", "length"]
-            assert answer.extra_info == {"factor": 3} and await told(theirs) == [("factor", 3)]
+            assert answer.extra_info == {"factor": 3} and await extras_of(theirs) == [("factor", 3)]
             assert (await after(2, theirs)).keys == list(KEYS)
             none = queue.KVBatchMeta(keys=[], tags=[])
             assert (await after(2, none)).fields == ["length"]

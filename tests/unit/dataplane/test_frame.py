@@ -120,7 +120,7 @@ def test_rows_that_hold_the_same_do_not_hold_it_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "words"),
+    ("odd", "message"),
     [
         (np.zeros((2, 4), np.float32), r"float32 \(2, 4\) on row c"),
         (np.zeros((2, 3), np.int32), r"int32 \(2, 3\) on row c"),
@@ -128,7 +128,7 @@ def test_rows_that_hold_the_same_do_not_hold_it_together() -> None:
         ("words", "str on row c"),
     ],
 )
-def test_a_column_of_different_kinds_is_refused(odd: Any, words: str) -> None:
+def test_a_column_of_different_kinds_is_refused(odd: Any, message: str) -> None:
     cells = [np.zeros((1, 3), np.float32), np.zeros((5, 3), np.float32), odd]
-    with pytest.raises(DataPlaneError, match=rf"'x' is float32 \(1, 3\) on row a and {words}"):
+    with pytest.raises(DataPlaneError, match=rf"'x' is float32 \(1, 3\) on row a and {message}"):
         gather("x", [encode("x", cell) for cell in cells], ["a", "b", "c"])

@@ -60,37 +60,37 @@ def run_child(
     )
     child.start()
     writer.close()
-    heard: list[tuple[str, Any]] = []
+    events: list[tuple[str, Any]] = []
     killing, end = kill_after is not None, time.monotonic() + (60 if kill_after is None else kill_after)
     while True:
         try:
             if not reader.poll(max(0.0, end - time.monotonic())):
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
-                assert killing, f"the trainer hangs after {heard[-3:]}"
+                assert killing, f"the trainer hangs after {events[-3:]}"
                 end += 60
-            heard.append(reader.recv())
+            events.append(reader.recv())
         except EOFError:
             break
     child.join(30)
     assert child.exitcode is not None
-    return heard, child.exitcode
+    return events, child.exitcode
 
 
-def check_nothing_acknowledged_is_lost(folder: Path, heard: list[tuple[str, Any]]) -> None:
+def check_nothing_acknowledged_is_lost(folder: Path, events: list[tuple[str, Any]]) -> None:
     if not (folder / "dataplane" / "journal.sqlite").exists():
-        assert not heard
+        assert not events
         return
     report = audit(folder)
     assert report.balanced, str(report)
     trained = {key for _, key in Ledger.read(folder).trained_keys("train")}
-    acked = {key for what, step in heard if what == "acked" for key in keys_of(step) if not is_poison(key)}
+    acked = {key for what, step in events if what == "acked" for key in keys_of(step) if not is_poison(key)}
     assert acked <= trained
 
     async def look() -> None:
         plane = EmbeddedDataPlane.open(folder / "dataplane", **BOUNDS)
         rows = await plane.list("train")
-        for what, key in heard:
+        for what, key in events:
             for kind, made in (("rolled out", rollout_of), ("scored", score_of)):
                 if what == kind and key not in trained:
                     columns = await plane.get(BatchMeta("train", (key,)), tuple(made(key)))
@@ -129,9 +129,9 @@ def test_killed_at_a_named_point_and_again_at_the_same_one(
 ) -> None:
     lives = 0
     for passage in (1, 3):
-        heard, code = run_child(tmp_path, keep_rows, Retain.UNTIL_SETTLED, f"{point}:{passage}")
+        events, code = run_child(tmp_path, keep_rows, Retain.UNTIL_SETTLED, f"{point}:{passage}")
         lives += code == -signal.SIGKILL
-        check_nothing_acknowledged_is_lost(tmp_path, heard)
+        check_nothing_acknowledged_is_lost(tmp_path, events)
     assert lives, f"{point} was never passed: this test proves nothing"
     assert run_child(tmp_path, keep_rows, Retain.UNTIL_SETTLED)[1] == 0
     check_the_finished_run(tmp_path)
@@ -141,11 +141,11 @@ def check_one_random_trial(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     keep_rows, retain = rng.random() < 0.7, rng.choice(list(Retain))
     for _ in range(rng.randint(1, 4)):
-        heard, code = run_child(folder, keep_rows, retain, kill_after=rng.uniform(0.0, 0.6))
-        check_nothing_acknowledged_is_lost(folder, heard)
+        events, code = run_child(folder, keep_rows, retain, kill_after=rng.uniform(0.0, 0.6))
+        check_nothing_acknowledged_is_lost(folder, events)
         if code == 0:
             break
-    heard, code = run_child(folder, keep_rows, retain)
+    events, code = run_child(folder, keep_rows, retain)
     assert code == 0, f"seed {seed}"
     check_the_finished_run(folder)
 

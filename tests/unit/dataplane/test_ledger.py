@@ -156,9 +156,9 @@ def test_audit_shows_one_example_of_reasons_that_name_their_rows(
     (tmp_path / "recipe.json").write_text("{}")
     (tmp_path / "state.json").write_text("{}")
     assert main(["audit", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "3 × RequestRefused: row '0_0_0' has 163 tokens (the first of 3 reasons)" in said
-    assert "1 × DataError: no prompt\n" in said
+    output = capsys.readouterr().out
+    assert "3 × RequestRefused: row '0_0_0' has 163 tokens (the first of 3 reasons)" in output
+    assert "1 × DataError: no prompt\n" in output
 
 
 def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
@@ -216,5 +216,5 @@ def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.Cap
     asyncio.run(body())
     (tmp_path / "recipe.json").write_text("{}")
     assert main(["audit", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b[2J" not in said and "wrong \\x1b[2J[/b]" in said
+    output = capsys.readouterr().out
+    assert "\x1b[2J" not in output and "wrong \\x1b[2J[/b]" in output

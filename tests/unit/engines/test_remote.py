@@ -63,8 +63,8 @@ class Server:
         if self.dead_behind_its_proxy:
             return JSONResponse({"error": "vLLM does not answer"}, status_code=502)
         if path != "/inference/v1/generate":
-            told = await request.json()
-            version, self.label = told.get("args", ["", ""])[1], told.get("new_version", self.label)
+            wanted = await request.json()
+            version, self.label = wanted.get("args", ["", ""])[1], wanted.get("new_version", self.label)
             return JSONResponse({"results": [{"version": version}]})
         body = await request.json()
         self.bodies.append(body)
@@ -146,8 +146,8 @@ def test_a_server_gets_the_time_that_it_asks_for_up_to_half_of_the_request_s(
     asked: str, waited: float
 ) -> None:
     server = Busy(asked)
-    (said,) = run([server], lambda engine: engine.generate([request()]), timeout_s=4.0)
-    assert said.tokens.tolist() == [7] * 4
+    (generation,) = run([server], lambda engine: engine.generate([request()]), timeout_s=4.0)
+    assert generation.tokens.tolist() == [7] * 4
     first, second = server.asked_at
     assert waited <= second - first < waited + 1.5
 
@@ -268,8 +268,8 @@ def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> 
         return whole(body, **changes)
 
     server = Server(in_two_pieces)
-    (said,) = run([server], lambda engine: engine.generate([request(new=4)]), seeded=False)
-    assert len(said.tokens) == 4
+    (generation,) = run([server], lambda engine: engine.generate([request(new=4)]), seeded=False)
+    assert len(generation.tokens) == 4
     assert [("seed" in body["sampling_params"]) for body in server.bodies] == [False, False]
 
 

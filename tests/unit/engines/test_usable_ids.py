@@ -76,10 +76,10 @@ def test_servers_are_told_which_ids_not_to_draw(dialect: str) -> None:
     tokens = np.array([1], np.int32)
 
     def body(sampling: Sampling) -> dict[str, Any]:
-        told = DIALECTS[dialect].body(
+        request = DIALECTS[dialect].body(
             PieceRequest(GenerateRequest("r", tokens, sampling, 0), tokens, 4, 0, "", "m")
         )
-        return {**told, **told.get("sampling_params", {})}
+        return {**request, **request.get("sampling_params", {})}
 
     assert body(sampling)["logit_bias"] == {"3": -100.0, "8": -100.0, "9": -100.0}
     assert "logit_bias" not in body(Sampling(4))

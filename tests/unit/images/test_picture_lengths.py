@@ -88,9 +88,9 @@ def test_a_prompt_with_pictures_is_left_out_where_text_is_cut(tmp_path: Path) ->
     found = open_data(recipe.data, recipe.rollout, recipe.student)
     assert lengths[3] > recipe.data.max_prompt_tokens, "the row of text is cut"
     assert [row["messages"][0]["content"] for row in found.train.rows][-1].startswith("one word")
-    told = " ".join(found.notes)
-    assert "1 of 4 prompts have more than" in told and "and lose their beginning" in told
-    assert "prompts with pictures have more than" in told and "and are left out" in told
+    notes = " ".join(found.notes)
+    assert "1 of 4 prompts have more than" in notes and "and lose their beginning" in notes
+    assert "prompts with pictures have more than" in notes and "and are left out" in notes
 
 
 def test_a_picture_that_is_too_long_is_an_error_by_default(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_resumed_run_keeps_the_pictures_that_it_stored(
         file.write('{"source": "torn')
     with caplog.at_level(logging.WARNING):
         assert hashes(recipe, media) == before
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "0.png was changed since this run first read it" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and "0.png was changed since this run first read it" in messages[0]
     fresh = hashes_in_new_run(recipe, tmp_path / "other" / "media")
     assert fresh == hash_of(picture("blue", SIZES[0]))
 

@@ -160,7 +160,7 @@ def test_a_url_is_not_fetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"messages": asked("?"), "videos": ["a.mp4"]}, "only text and images are read, so drop the column"),
         ({"messages": asked("?"), "audios": ["a.wav"]}, "only text and images are read, so drop the column"),
@@ -176,8 +176,8 @@ def test_a_url_is_not_fetched(tmp_path: Path) -> None:
         ({"messages": asked("?"), "images": 3}, "images is a int; expected a list"),
     ],
 )
-def test_rows_that_cannot_be_meant_are_refused_in_one_line(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said) as raised:
+def test_rows_that_cannot_be_meant_are_refused_in_one_line(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
         load_dataset([row])
     assert "\n" not in str(raised.value)
 

@@ -67,13 +67,13 @@ def test_an_engine_sends_one_placeholder_per_picture_and_compares_the_ids(reader
 
 
 @pytest.mark.parametrize(
-    ("read", "said"), [([50, 51], "the server read 2 ids"), (None, "the server does not say which ids")]
+    ("read", "message"), [([50, 51], "the server read 2 ids"), (None, "the server does not say which ids")]
 )
-def test_other_ids_than_the_row_s_fail_the_row(reader: PictureReader, read: Any, said: str) -> None:
+def test_other_ids_than_the_row_s_fail_the_row(reader: PictureReader, read: Any, message: str) -> None:
     server = Server(lambda body: {**whole(body), "prompt_token_ids": read})
 
     async def body(engine: RemoteEngine) -> None:
-        with pytest.raises(DataError, match=f"row seen: {said}"):
+        with pytest.raises(DataError, match=f"row seen: {message}"):
             await engine.generate([_request(reader)])
         assert len(server.bodies) == 1, "it is not asked again"
 

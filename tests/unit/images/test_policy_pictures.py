@@ -39,9 +39,9 @@ def batch_with_pictures(folder: Path, store: MediaStore) -> Batch:
             for place in own
         )
         asked = tokenizer(f"row {i}: {shown}?", add_special_tokens=False)["input_ids"]
-        said = tokenizer("an answer"[: 4 + i], add_special_tokens=False)["input_ids"]
-        tokens.append(torch.tensor(asked + said))
-        masks.append(torch.tensor([False] * len(asked) + [True] * len(said)))
+        answer = tokenizer("an answer"[: 4 + i], add_special_tokens=False)["input_ids"]
+        tokens.append(torch.tensor(asked + answer))
+        masks.append(torch.tensor([False] * len(asked) + [True] * len(answer)))
     return Batch(
         keys=tuple(f"row-{i}" for i in range(len(ROWS))),
         tokens=Jagged.from_rows(tokens),
@@ -58,9 +58,9 @@ def expected(folder: Path, batch: Batch) -> tuple[list[torch.Tensor], dict[str, 
     weights = token_mean(batch)
     for tokens, mask, own, weight in zip(batch.tokens, batch.loss_mask, ROWS, weights, strict=True):
         every = plain_logprobs(model, folder, tokens.numpy(), [PICTURES[place] for place in own])
-        said = every[mask[1:]]
-        found.append(said.detach())
-        loss = loss - (weight * said).sum()
+        logprobs = every[mask[1:]]
+        found.append(logprobs.detach())
+        loss = loss - (weight * logprobs).sum()
     loss.backward()
     return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

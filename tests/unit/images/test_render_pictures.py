@@ -95,11 +95,11 @@ def test_a_literal_placeholder_in_a_message_is_text(family: str, tmp_path: Path)
     renderer = renderer_of(family, store)
     assert renderer.pictures is not None
     literal = renderer.pictures.processor.image_token
-    said = f"what is {literal}{literal} here?"
+    text = f"what is {literal}{literal} here?"
     rows = [
-        {"messages": [{"role": "user", "content": said}]},
-        {"prompt": said},
-        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": said}]}],
+        {"messages": [{"role": "user", "content": text}]},
+        {"prompt": text},
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}],
          "images": [picture("red")]},
     ]  # fmt: skip
     data = load_dataset(rows).storing(Pictures(store))
@@ -109,7 +109,7 @@ def test_a_literal_placeholder_in_a_message_is_text(family: str, tmp_path: Path)
         ids = renderer.render(prompt)
         count = renderer.pictures.count(store.put(picture("red"))) if pictures else 0
         assert int(np.isin(ids, places).sum()) == count
-        assert said in renderer.tokenizer.decode(ids.tolist(), skip_special_tokens=True).replace(
+        assert text in renderer.tokenizer.decode(ids.tolist(), skip_special_tokens=True).replace(
             "assistant", ""
         )
 

@@ -22,7 +22,7 @@ from test_policy_pictures import PICTURES, ROWS, batch_with_pictures
 from transformers import AutoModelForImageTextToText
 from vision_models import CONTEXT, FAMILIES, folder_of, make_model, picture, plain_inputs, reader_of
 
-from understudy.assembly.teachers import check_patching
+from understudy.assembly.teachers.fit import check_patching
 from understudy.errors import TeacherError
 from understudy.media.pictures import PictureLimits
 from understudy.media.store import MediaStore
@@ -40,6 +40,7 @@ from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.probe import PROBE_PICTURE, ProbePicture, probe_items
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -71,8 +72,8 @@ def expected(folder: Path, item: ScoreItem, pictures: Sequence[bytes]) -> torch.
 
 
 def check_scores(scores: TeacherScores, item: ScoreItem, theirs: torch.Tensor) -> None:
-    said = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
-    np.testing.assert_allclose(scores.sampled_logprobs, theirs.gather(1, said[:, None])[:, 0], atol=1e-5)
+    written = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
+    np.testing.assert_allclose(scores.sampled_logprobs, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
     assert scores.logprobs is not None
     np.testing.assert_allclose(scores.logprobs, theirs.topk(4).values, atol=1e-5)
 
@@ -97,7 +98,7 @@ def test_scores_equal_plain_transformers(family: str, tmp_path: Path) -> None:
     folder, store = folder_of(family, seed=3), MediaStore(tmp_path)
     frozen = replace(load_frozen(str(folder)), pictures=reader_of(folder, store))
     scorer = Scorer("t", frozen)
-    scorer.warm_up()
+    warm_up(scorer)
     items = items_of(folder, store)
     found = scorer.score(request_of(items)).split()
     for item, own, shown in zip(items, found, ROWS, strict=True):
@@ -200,8 +201,8 @@ def test_the_pool_sends_a_picture_with_its_fixed_tokens(replica: Started, tmp_pa
     hidden = reader.processor.placeholder_ids
     probe = probe_items(len(processor_vocabulary(folder)), CONTEXT, hidden, shown)[0]
     theirs = expected(folder, probe, [PROBE_PICTURE])
-    said = torch.from_numpy(probe.tokens[probe.positions].astype(np.int64))
-    np.testing.assert_allclose(fixed, theirs.gather(1, said[:, None])[:, 0], atol=1e-5)
+    written = torch.from_numpy(probe.tokens[probe.positions].astype(np.int64))
+    np.testing.assert_allclose(fixed, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
     assert np.abs(first.sampled_logprobs - second.sampled_logprobs).max() > 1e-3, (
         "the cache forgot the picture"
     )

@@ -54,8 +54,8 @@ def test_a_picture_of_a_tool_is_part_of_the_row(role: str, tmp_path: Path) -> No
         tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
     ) -> Generation:
         asked.append((len(tokens), context.pictures_in("p", tokens, media)))
-        said = '<tool_call>{"name": "camera", "arguments": {}}</tool_call>' if turn == 0 else "done"
-        ids = np.array([*tokenizer(said)["input_ids"], tokenizer.eos_token_id], dtype=np.int32)
+        text = '<tool_call>{"name": "camera", "arguments": {}}</tool_call>' if turn == 0 else "done"
+        ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], dtype=np.int32)
         return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), StopReason.EOS)
 
     def begin() -> LoopContext:

@@ -54,8 +54,8 @@ _IDEFICS_TEMPLATE = (
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, space and newline, and the special tokens of both families."""
-    words = [*_SPECIAL, "\n", " ", *_LETTERS]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=" "))
+    tokens = [*_SPECIAL, "\n", " ", *_LETTERS]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(tokens)}, unk_token=" "))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     qwen = family.startswith("qwen")

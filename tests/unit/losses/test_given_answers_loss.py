@@ -110,8 +110,8 @@ def test_terms_for_drawn_tokens_are_zero_at_given_ones(distilled: str, anchor: s
         **kind, signal="sampled", distill_coef=0.7, task_coef=0.5, kl_coef=0.2, sft_coef=0.3
     )
     poison = {"advantages_N": np.where(GIVEN, 1e6, ADVANTAGES)}
-    told = {"reference_logprobs_N": REFERENCE, **POLICY[anchor], **poison}
-    loss, gradient, metrics = found(objective, path, **told)
+    inputs = {"reference_logprobs_N": REFERENCE, **POLICY[anchor], **poison}
+    loss, gradient, metrics = found(objective, path, **inputs)
     assert loss == pytest.approx(expected(LOGITS), abs=1e-9)
     np.testing.assert_allclose(gradient, numeric(expected), atol=1e-7)
     own = log_softmax(LOGITS)[np.arange(6), IDS]

@@ -79,12 +79,12 @@ def test_mismatch_in_numbers() -> None:
 def test_what_a_correction_did() -> None:
     settings = CorrectionSettings(weigh="token", cap=2.0, drop="sequence", low=0.5, high=10.0)
     weights = importance_weights(OLD, BEHAVIOUR, LENGTHS, settings)
-    told = correction_metrics(weights, OLD, BEHAVIOUR, LENGTHS, settings)
-    assert told["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
-    assert told["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
-    assert told["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
-    assert told["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
-    assert told["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+    metrics = correction_metrics(weights, OLD, BEHAVIOUR, LENGTHS, settings)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
         float(weights.sum()) ** 2 / (6 * float(weights.square().sum())), rel=1e-5
     )
 

@@ -19,6 +19,7 @@ from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
@@ -50,7 +51,7 @@ def scored(
         copy.deepcopy(model).requires_grad_(False), "here", "float32", torch.device("cpu"), held
     )
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout))
-    scorer.warm_up()
+    warm_up(scorer)
     items = [
         ScoreItem(f"row-{i}", row, np.arange(1, len(row), dtype=np.int32), Signal.SAMPLED)
         for i, row in enumerate(rows)

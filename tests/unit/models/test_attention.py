@@ -27,6 +27,7 @@ from understudy.policy.microbatch import Layout
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel, load_frozen
 from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.warm_up import warm_up
 
 ASSETS = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quickstart"
 STUDENT = ASSETS / "models" / "student"
@@ -42,10 +43,10 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: Path) -> None:
     assert load_frozen(str(gpt_oss)).model.config._attn_implementation == "eager"
-    told = (
+    message = (
         r"attention = 'sdpa': GptOssForCausalLM does not support .*; leave attention out, or set \"eager\"$"
     )
-    with pytest.raises(TeacherError, match=told) as refused:
+    with pytest.raises(TeacherError, match=message) as refused:
         load_frozen(str(gpt_oss), attention="sdpa")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
     for kernel in (
@@ -61,7 +62,7 @@ def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: P
 )
 def test_check_refuses_an_attention_that_the_model_lacks(gpt_oss: Path, attention: Any, fits: bool) -> None:
     """As the loader does, whose words it has."""
-    told = "attention = 'sdpa': transformers has none for 'gpt_oss' models; leave attention out, or set \"eager\""
+    message = "attention = 'sdpa': transformers has none for 'gpt_oss' models; leave attention out, or set \"eager\""
     tables: dict[str, Any] = {
         "student": {"model": str(gpt_oss), "attention": attention},
         "teachers": {"math": {"model": str(gpt_oss), "attention": attention}},
@@ -69,7 +70,7 @@ def test_check_refuses_an_attention_that_the_model_lacks(gpt_oss: Path, attentio
     }
     folder = ModelFolder(gpt_oss)
     found = models_load(parse_recipe(tables), folder, {"math": folder})
-    assert found == ([] if fits else [f"student.{told}", f"teachers.math.{told}"])
+    assert found == ([] if fits else [f"student.{message}", f"teachers.math.{message}"])
 
 
 @pytest.mark.parametrize(
@@ -85,8 +86,8 @@ def test_check_refuses_a_student_that_the_engine_cannot_generate_with(
         "data": {"train": "rows.jsonl"},
     }
     found = models_load(parse_recipe(tables), ModelFolder(tmp_path), {})
-    told = f'rollout.engine = "hf" cannot generate with student.model = {str(tmp_path)!r} ({name!r}): it has {what}; '
-    assert found == ([told + 'set rollout.engine = "vllm"'] if what else [])
+    message = f'rollout.engine = "hf" cannot generate with student.model = {str(tmp_path)!r} ({name!r}): it has {what}; '
+    assert found == ([message + 'set rollout.engine = "vllm"'] if what else [])
     tables["rollout"] = {"engine": "vllm", "urls": ["http://127.0.0.1:1"]}
     assert models_load(parse_recipe(tables), ModelFolder(tmp_path), {}) == []
 
@@ -117,7 +118,7 @@ def test_a_named_attention_is_the_one_that_runs() -> None:
     generated(model, rows[:1], 3, 64)
     frozen = FrozenModel(copy.deepcopy(model), "here", "float32", torch.device("cpu"), 128)
     scorer = Scorer("t", frozen)
-    scorer.warm_up()
+    warm_up(scorer)
     assert frozen.model.config._attn_implementation == "eager"
     assert set(calls) == {"eager"} and len(calls) > 20
 
@@ -154,8 +155,11 @@ def test_the_keys_are_checked_and_reach_every_process() -> None:
 
 def test_critic_and_reference_follow_the_student_unless_told() -> None:
     gae = {"advantage": "gae", "task_coef": 1.0, "kl_coef": 0.1}
-    told: dict[str, Any] = {"data": {"reward": "understudy.rollout.rewards.builtin:exact_match"}, "loss": gae}
-    recipe = recipe_of(student={"attention": "eager"}, reference={"attention": "sdpa"}, **told)
+    sections: dict[str, Any] = {
+        "data": {"reward": "understudy.rollout.rewards.builtin:exact_match"},
+        "loss": gae,
+    }
+    recipe = recipe_of(student={"attention": "eager"}, reference={"attention": "sdpa"}, **sections)
     settings = resolve(recipe, gpus=0)
     assert settings.critic is not None and settings.reference is not None
     critic, reference = critic_of(settings.critic, None), reference_of(settings.reference, lanes=1)

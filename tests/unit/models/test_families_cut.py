@@ -28,8 +28,8 @@ def test_what_can_be_cut_scores_the_same_and_the_rest_is_refused(tmp_path: Path)
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=170)[0] for rank in ranks]
-    found = json.loads(told[0].splitlines()[-1])
+    outputs = [rank.communicate(timeout=170)[0] for rank in ranks]
+    found = json.loads(outputs[0].splitlines()[-1])
     assert found.keys() == FAMILIES.keys()
     for name, result in found.items():
         if name in CUT:

@@ -48,8 +48,8 @@ def test_teacher_student_and_engine_compute_what_the_folder_s_code_says(house: P
     plain: Any = AutoModelForCausalLM.from_pretrained(house, trust_remote_code=True).eval()
     teacher = load_frozen(str(house), trust_remote_code=True).model
     student = load_student(str(house), trust_remote_code=True).model
-    words = ["--model", str(house), "--max-length", "64", "--trust-remote-code"]
-    engine, adapted = load_engine(parse_args(words))
+    arguments = ["--model", str(house), "--max-length", "64", "--trust-remote-code"]
+    engine, adapted = load_engine(parse_args(arguments))
     asyncio.run(engine.close())
     rows = rows_of((9, 40, 23), VOCAB)
     expected = plain_logprobs(plain, rows[0])
@@ -64,13 +64,13 @@ def test_teacher_student_and_engine_compute_what_the_folder_s_code_says(house: P
 
 
 def test_without_trust_the_refusal_is_one_line_that_says_what_to_set(house: Path) -> None:
-    told = r"its code comes with the model \(auto_map in config.json\); set trust_remote_code = true"
-    with pytest.raises(TeacherError, match=told) as refused:
+    message = r"its code comes with the model \(auto_map in config.json\); set trust_remote_code = true"
+    with pytest.raises(TeacherError, match=message) as refused:
         load_frozen(str(house))
     assert "\n" not in str(refused.value)
-    with pytest.raises(PolicyError, match=told):
+    with pytest.raises(PolicyError, match=message):
         load_student(str(house))
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError, match=message):
         load_engine(parse_args(["--model", str(house), "--max-length", "64"]))
 
 

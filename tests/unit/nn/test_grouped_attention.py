@@ -29,7 +29,7 @@ def drawn(
     return query, key, value
 
 
-def told(lengths: Sequence[int], grouped: bool) -> tuple[Tensor, Tensor, int]:
+def group_arguments(lengths: Sequence[int], grouped: bool) -> tuple[Tensor, Tensor, int]:
     """(table, bounds, longest)"""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     if not grouped:
@@ -62,7 +62,7 @@ def test_it_equals_each_row_alone_and_so_do_its_gradients(
     for ours in (True, False):
         leaves = [part.clone().requires_grad_() for part in parts]
         mixed = (
-            grouped_attention(*leaves, *told(lengths, grouped), SCALE, True)[0]
+            grouped_attention(*leaves, *group_arguments(lengths, grouped), SCALE, True)[0]
             if ours
             else row_by_row(*leaves, lengths)
         )
@@ -76,15 +76,15 @@ def test_the_compiler_is_told_the_truth_about_it(grouped: bool) -> None:
     """Shapes, strides, aliases and gradients as torch's own checks see them, also with lengths as symbols."""
     lengths = [64, 64, 64]
     leaves = [part.requires_grad_() for part in drawn(lengths, dtype=torch.float32)]
-    torch.library.opcheck(grouped_attention, (*leaves, *told(lengths, grouped), SCALE, True))
+    torch.library.opcheck(grouped_attention, (*leaves, *group_arguments(lengths, grouped), SCALE, True))
 
 
 def test_a_gradient_nobody_prepared_for_is_refused() -> None:
     leaves = [part.requires_grad_() for part in drawn([64])]
     with pytest.raises(RuntimeError, match="learns=False"):
-        grouped_attention(*leaves, *told([64], True), SCALE, False)
+        grouped_attention(*leaves, *group_arguments([64], True), SCALE, False)
     with torch.no_grad():
-        mixed, sums = grouped_attention(*leaves, *told([64], True), SCALE, False)
+        mixed, sums = grouped_attention(*leaves, *group_arguments([64], True), SCALE, False)
     assert mixed.shape == (64, 4, 8) and sums.numel() == 0
 
 

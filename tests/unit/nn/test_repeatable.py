@@ -15,9 +15,12 @@ VARIABLE, FIXED = WORKSPACE
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VARIABLE, "")  # so that it is put back to what it was
     monkeypatch.delenv(VARIABLE)
-    told = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     yield
-    torch.use_deterministic_algorithms(told[0], warn_only=told[1])
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def test_a_gpu_is_held_to_it_strictly(monkeypatch: pytest.MonkeyPatch) -> None:

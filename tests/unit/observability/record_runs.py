@@ -166,7 +166,7 @@ def disk(name: str, place: str) -> Iterator[None]:
 def record(name: str, place: Path) -> dict[str, Any]:
     rows = [line for line in (ASSETS / "data/train.jsonl").read_text().splitlines() if '"add"' in line]
     (place / "add.jsonl").write_text("\n".join(rows) + "\n")
-    words = [word.replace("ADD_ROWS", str(place / "add.jsonl")) for word in (*SMALL, *RUNS[name])]
+    arguments = [word.replace("ADD_ROWS", str(place / "add.jsonl")) for word in (*SMALL, *RUNS[name])]
     command = [
         sys.executable,
         "-m",
@@ -174,7 +174,7 @@ def record(name: str, place: Path) -> dict[str, Any]:
         "train",
         str(ASSETS / "recipe.toml"),
         "--quiet",
-        *words,
+        *arguments,
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     if name == "slow_disk":  # every flush takes a second

@@ -49,9 +49,9 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_is_known_by_the_error_of_any_library(
     tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
-    with full_disk(), pytest.raises(Exception, match="File too large") as told:
+    with full_disk(), pytest.raises(Exception, match="File too large") as raised:
         write(tmp_path / "file")
-    failure = disk_failure(told.value)
+    failure = disk_failure(raised.value)
     assert failure is not None and failure.errno == errno.EFBIG and failure.strerror == "File too large"
     assert disk_failure(ValueError("(os error 2)")) is None and disk_failure(FileNotFoundError()) is None
 
@@ -59,10 +59,10 @@ def test_a_full_disk_is_known_by_the_error_of_any_library(
 def test_a_file_that_cannot_be_replaced_is_named_and_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_atomically(path, "old")
-    with full_disk(), pytest.raises(RunDirectoryError) as told:
+    with full_disk(), pytest.raises(RunDirectoryError) as raised:
         write_atomically(path, "new" * 100)
     for part in (str(path), "File too large", "Free some space", "understudy resume"):
-        assert part in str(told.value)
+        assert part in str(raised.value)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path], "a temporary file is left"
     write_atomically(path, "new" * 100)

@@ -60,17 +60,17 @@ SPOKEN: dict[str, set[str]] = {
 
 
 def facts(name: str) -> RunFacts:
-    told = RECORDED[name]
+    record = RECORDED[name]
     history = History()
-    for key, ((first, last), values) in told["metrics"].items():
+    for key, ((first, last), values) in record["metrics"].items():
         steps = np.linspace(first, last, len(values)).round().astype(int)
         history.series[key] = Series(array("q", steps.tolist()), array("d", values))
     tables: dict[str, Any] = {}
-    for key, value in told["recipe"].items():
+    for key, value in record["recipe"].items():
         section, _, rest = key.partition(".")
         tables.setdefault(section, {})[rest] = value
-    sizes = (told.get("free_bytes"), told.get("checkpoint_bytes", 0))
-    return RunFacts(history, tables, told["dead_letters"], *sizes)
+    sizes = (record.get("free_bytes"), record.get("checkpoint_bytes", 0))
+    return RunFacts(history, tables, record["dead_letters"], *sizes)
 
 
 @pytest.mark.parametrize("name", SPOKEN)

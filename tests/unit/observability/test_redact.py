@@ -49,11 +49,11 @@ def test_no_secret_is_left_among_a_program_s_arguments() -> None:
 
 def test_hidden_values_go_back_to_their_places_alone() -> None:
     table = {"a": {"token": "x"}, "b": ["http://me:pw@h/", "plain"], "c": {"token": "y"}, "d": {"token": "z"}}
-    told = json.loads(json.dumps(redact(table)))
-    told["c"]["token"] = "another by now"
-    del told["d"]
-    restore(told, json.loads(json.dumps(hidden_values(table))))
-    assert told == {"a": {"token": "x"}, "b": table["b"], "c": {"token": "another by now"}}
+    stored = json.loads(json.dumps(redact(table)))
+    stored["c"]["token"] = "another by now"
+    del stored["d"]
+    restore(stored, json.loads(json.dumps(hidden_values(table))))
+    assert stored == {"a": {"token": "x"}, "b": table["b"], "c": {"token": "another by now"}}
 
 
 def test_what_is_no_secret_stays() -> None:

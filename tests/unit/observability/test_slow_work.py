@@ -15,7 +15,7 @@ from understudy.observability.slow_work import SlowWork
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 
 
-def said(seconds: float, *, terminal: bool = False, enabled: bool = True) -> str:
+def shown_after(seconds: float, *, terminal: bool = False, enabled: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     with SlowWork(enabled=enabled, console=console).work("reading rows", 1000) as advance:
         advance(250)
@@ -25,20 +25,20 @@ def said(seconds: float, *, terminal: bool = False, enabled: bool = True) -> str
 
 
 def test_only_work_that_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(0.0) == ""
+    assert shown_after(0.0) == ""
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
-    assert said(0.1) == "", "too short a piece"
+    assert shown_after(0.1) == "", "too short a piece"
     monkeypatch.setattr(module, "SHORT_SECONDS", 0.05)
-    assert said(0.5) == "reading rows: 250 of 1,000\n"
-    assert said(0.5, enabled=False) == ""
-    shown = said(0.8, terminal=True)
+    assert shown_after(0.5) == "reading rows: 250 of 1,000\n"
+    assert shown_after(0.5, enabled=False) == ""
+    shown = shown_after(0.8, terminal=True)
     assert "reading rows" in shown and "250/1000" in shown
 
 
 def test_long_work_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("QUIET_SECONDS", 0.0), ("SHORT_SECONDS", 0.0), ("_PLAIN_SECONDS", 0.1)):
         monkeypatch.setattr(module, name, value)
-    lines = said(1.2).splitlines()
+    lines = shown_after(1.2).splitlines()
     assert 3 <= len(lines) <= 4, "after 0, 0.1, 0.3 and 0.7 s"
 
 
@@ -50,8 +50,8 @@ def test_the_quiet_time_is_one_for_all_that_is_checked(monkeypatch: pytest.Monke
     for number in range(4):
         with whole.work(f"piece {number}"):
             time.sleep(0.2)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "piece 0" not in told and "piece 2" in told and "piece 3" in told
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "piece 0" not in output and "piece 2" in output and "piece 3" in output
 
 
 def test_an_error_ends_the_talk() -> None:

@@ -48,11 +48,11 @@ def test_kept_rows_are_traces_in_trackio(tmp_path: Path, monkeypatch: pytest.Mon
         )
     for first in (1, 2):
         command = [sys.executable, "-c", _TRACKIO_CHILD, str(tmp_path), str(first)]
-        told = json.loads(
+        report = json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
         )
-        assert told["warnings"] == []
-    traces = sorted(told["traces"], key=lambda trace: int(trace["step"]))
+        assert report["warnings"] == []
+    traces = sorted(report["traces"], key=lambda trace: int(trace["step"]))
     assert [int(trace["step"]) for trace in traces] == [1, 2, 3]
     for trace in traces:
         prompt, answer = trace["messages"]
@@ -79,7 +79,7 @@ class Collector(BaseHTTPRequestHandler):
         self.send_response(self.status)
         self.end_headers()
 
-    def log_message(self, *told: Any) -> None:
+    def log_message(self, *arguments: Any) -> None:
         pass
 
 
@@ -134,9 +134,10 @@ def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]
     assert ours["update"].end_time_unix_nano - ours["update"].start_time_unix_nano >= 20_000_000
     for _, span in sent:
         assert before - 1 <= span.start_time_unix_nano / 1e9 <= time.time() + 1
-    told = {one.key: one.value for one in ours["score"].attributes}
+    attributes = {one.key: one.value for one in ours["score"].attributes}
     assert (
-        told["understudy.teacher"].string_value == "add" and told["understudy.key"].string_value == "p1_0_0"
+        attributes["understudy.teacher"].string_value == "add"
+        and attributes["understudy.key"].string_value == "p1_0_0"
     )
 
 

@@ -23,35 +23,35 @@ def test_waits_name_the_oldest_of_each_kind() -> None:
 
 
 def test_a_stall_is_told_with_what_is_under_way(tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     spans, path = Spans(None), tmp_path / "waits.json"
 
     async def stalled() -> None:
-        async with watched(spans, path, 0.05, told.append, lambda: {"rows trained": 3}):
+        async with watched(spans, path, 0.05, notes.append, lambda: {"rows trained": 3}):
             with spans.span("wait for rows", step=7):
-                while not told:
+                while not notes:
                     await asyncio.sleep(0.01)
                 entry, waits = read_waits(path)
                 assert entry["status"] == "running" and entry["facts"] == {"rows trained": 3}
                 assert [wait.name for wait in waits] == ["wait for rows"]
 
     asyncio.run(asyncio.wait_for(stalled(), 20))
-    assert "wait for rows (step 7)" in told[0]
+    assert "wait for rows (step 7)" in notes[0]
     assert json.loads(path.read_text())["status"] == "ended"
 
 
 def test_progress_is_no_stall(tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     spans = Spans(None)
 
     async def moving() -> None:
-        async with watched(spans, tmp_path / "waits.json", 30.0, told.append, dict):
+        async with watched(spans, tmp_path / "waits.json", 30.0, notes.append, dict):
             for _ in range(20):
                 with spans.span("rollout"):
                     await asyncio.sleep(0.005)
 
     asyncio.run(moving())
-    assert not told
+    assert not notes
 
 
 def test_the_last_word_is_that_it_ended(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def test_it_sits_with_the_student_unless_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"cluster": POOL}, r"cluster\.roles\.critic = 'values' changes nothing .* needs loss\.advantage = 'gae'"),
         ({"critic": {"process": True}}, r"\[critic\] is only used by loss\.advantage = 'gae'"),
     ],
 )  # fmt: skip
-def test_a_place_for_a_critic_that_is_not_there_is_refused(sections: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_a_place_for_a_critic_that_is_not_there_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         recipe(loss={"task_coef": 1.0, "distill_coef": 0.0}, rollout={"n": 2}, **sections)
     assert len(caught.value.problems) == 1
 
@@ -117,13 +117,13 @@ def test_plan_draws_it_with_its_pool_and_its_memory(
     quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    words = ["loss.task_coef=1.0", "loss.advantage=gae", "run.threads=1", "cluster.backend=ray"]
+    arguments = ["loss.task_coef=1.0", "loss.advantage=gae", "run.threads=1", "cluster.backend=ray"]
     pool = [
         "cluster.pools.values.nodes=1",
         "cluster.pools.values.cpus_per_node=2",
         "cluster.roles.critic=values",
     ]
-    assert main(["plan", *quickstart, *words, *pool]) == 0
+    assert main(["plan", *quickstart, *arguments, *pool]) == 0
     drawn = capsys.readouterr().out
     assert "node 0 │ 0 critic/0 │ 1 free │" in drawn
     assert "on Ray, pool values: 1 × (2 CPU) on machines of their own" in drawn

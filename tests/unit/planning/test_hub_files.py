@@ -101,10 +101,10 @@ def test_files_come_from_the_hub_then_from_its_cache(hub: tuple[str, list[str]],
 
 def test_a_name_that_is_nothing_is_told_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
-    said = ask("nothere", tmp_path, "http://127.0.0.1:9")
-    assert "no such folder here" in said and "cannot be asked" in said
-    said = ask("maker/tiny", tmp_path, "http://127.0.0.1:9")
-    assert "no such model in the local hub cache" in said and "(was not reached)" in said
+    message = ask("nothere", tmp_path, "http://127.0.0.1:9")
+    assert "no such folder here" in message and "cannot be asked" in message
+    message = ask("maker/tiny", tmp_path, "http://127.0.0.1:9")
+    assert "no such model in the local hub cache" in message and "(was not reached)" in message
     assert "(HF_HUB_OFFLINE is set)" in ask("maker/tiny", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert time.monotonic() - began < 30, "no retries"
 

@@ -45,7 +45,7 @@ def test_gpus_of_engines_are_named_as_cuda_names_them(devices: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "one", "told"),
+    ("gpus", "one", "message"),
     [
         (0, recipe(student=student("cuda")), "student.device = 'cuda': this machine has no GPU; set 'cpu'"),
         (0, recipe(student=student("cuda:3")), "student.device = 'cuda:3': this machine has no GPU"),
@@ -63,8 +63,8 @@ def test_gpus_of_engines_are_named_as_cuda_names_them(devices: str) -> None:
         (0, recipe(cluster={"pools": {"p": {"cpus_per_node": 9999}}}), r"ask for 9999 CPUs \(p 9999\)"),
     ],
 )
-def test_a_machine_that_is_too_small_is_named_with_what_it_has(gpus: int, one: Recipe, told: str) -> None:
-    with pytest.raises(ClusterError, match=told):
+def test_a_machine_that_is_too_small_is_named_with_what_it_has(gpus: int, one: Recipe, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
         seat(one, gpus, cpus=8)
     seat(one, 8, cpus=9999)
 
@@ -99,7 +99,7 @@ def test_a_pool_on_ray_says_over_how_many_machines_it_goes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("teacher", "sections", "told"),
+    ("teacher", "sections", "message"),
     [
         ({"placement": "pool", "pool": "p", "device": "cuda"}, {}, "teachers.t.device = 'cuda': pool p has no GPUs"),
         ({}, {"student": student("cuda"), "roles": {"student": "p"}}, "student.device = 'cuda': pool p has no"),
@@ -111,10 +111,10 @@ def test_a_pool_on_ray_says_over_how_many_machines_it_goes() -> None:
     ],
 )  # fmt: skip
 def test_a_gpu_in_a_pool_without_any_is_refused_and_not_a_cpu_instead(
-    teacher: dict[str, Any], sections: dict[str, Any], told: str
+    teacher: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     cluster = {"pools": {"p": {"cpus_per_node": 4}}, "roles": sections.pop("roles", {})}
-    with pytest.raises(ClusterError, match=told):
+    with pytest.raises(ClusterError, match=message):
         seat(recipe(teacher, cluster=cluster, **sections), None)
 
 
@@ -122,16 +122,16 @@ def test_plan_and_train_refuse_and_write_nothing(
     quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [*quickstart, "student.device=cuda", f"run.dir={tmp_path / 'never'}"]
+    arguments = [*quickstart, "student.device=cuda", f"run.dir={tmp_path / 'never'}"]
     for command in ("plan", "train"):
-        assert main([command, *words]) == 2
-        told = capsys.readouterr().err
-        assert "student.device = 'cuda': this machine has no GPU" in told and "unexpected" not in told
-        assert ("--gpus N" in told) == (command == "plan")
+        assert main([command, *arguments]) == 2
+        output = capsys.readouterr().err
+        assert "student.device = 'cuda': this machine has no GPU" in output and "unexpected" not in output
+        assert ("--gpus N" in output) == (command == "plan")
     assert not (tmp_path / "never").exists()
-    assert main(["plan", *words, "--gpus", "5"]) == 0
+    assert main(["plan", *arguments, "--gpus", "5"]) == 0
     assert "pool machine: 1 node × 5 GPUs" in capsys.readouterr().out
-    assert main(["check", *words]) == 0, "a recipe for another machine is sound"
+    assert main(["check", *arguments]) == 0, "a recipe for another machine is sound"
 
 
 def test_gpus_that_torch_cannot_use_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:

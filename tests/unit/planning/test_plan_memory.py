@@ -129,6 +129,6 @@ def test_plan_shows_what_lies_on_the_host(
     quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    words = ["trainer.offload_optimizer=true", "--gpus", "5"]
-    assert main(["plan", *quickstart, *words]) == 0
+    arguments = ["trainer.offload_optimizer=true", "--gpus", "5"]
+    assert main(["plan", *quickstart, *arguments]) == 0
     assert "GiB of the host" in capsys.readouterr().out

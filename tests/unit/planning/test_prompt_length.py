@@ -12,7 +12,7 @@ from chat_tokenizers import chat_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3Config
 
-from understudy.assembly.prompt_facts import teacher_prompts_of
+from understudy.assembly.teachers.prompts import teacher_prompts_of
 from understudy.config import parse_recipe
 from understudy.errors import DataError
 from understudy.planning.data_checks import prompt_length
@@ -73,8 +73,8 @@ def test_a_template_that_cannot_be_compiled(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages[0].content }}\n{% unknown %}"
     folder = written(tokenizer, tmp_path)
-    told = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
-    with pytest.raises(DataError, match=told):
+    message = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
+    with pytest.raises(DataError, match=message):
         lengths(folder, {"messages": CHAT})
 
 
@@ -168,12 +168,12 @@ def test_a_chosen_template_that_the_tokenizer_lacks(tmp_path: Path, chosen: Any)
     tokenizer = chat_tokenizer("chatml")
     options = {"chat_template": chosen}
     folder = written(tokenizer, tmp_path / "one")
-    told = rf"rollout\.template_options\.chat_template = {chosen!r} is not a template, and the tokenizer of the student has"
-    with pytest.raises(DataError, match=f"{told} no templates with names"):
+    message = rf"rollout\.template_options\.chat_template = {chosen!r} is not a template, and the tokenizer of the student has"
+    with pytest.raises(DataError, match=f"{message} no templates with names"):
         lengths(folder, {"messages": CHAT}, template_options=options)
     tokenizer.chat_template = NAMED
     folder = written(tokenizer, tmp_path / "several")
-    with pytest.raises(DataError, match=f"{told} default, rag, tool_use; give one of its names"):
+    with pytest.raises(DataError, match=f"{message} default, rag, tool_use; give one of its names"):
         lengths(folder, {"messages": CHAT}, template_options=options)
     with pytest.raises(
         DataError, match=r"rollout\.template_options\.chat_template is not Jinja .*unknown tag"

@@ -204,7 +204,7 @@ def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
 def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
     quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
+    arguments = [
         "cluster.backend=ray",
         "cluster.pools.write.nodes=2",
         "cluster.pools.write.cpus_per_node=2",
@@ -215,7 +215,7 @@ def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
         "run.threads=1",
         "dataplane.backend=transfer_queue",
     ]
-    assert main(["plan", *quickstart, *words]) == 0
+    assert main(["plan", *quickstart, *arguments]) == 0
     drawn = capsys.readouterr().out
     assert "pool write: 2 nodes × 2 CPUs" in drawn
     assert "node 0 │ 0 rollout/0 │ 1 rollout/1 │" in drawn and "node 1 │ 0 rollout/2 │ 1 workers/0 │" in drawn

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.assembly.teachers.launchers import LocalTeachers
 from understudy.cli.main import main
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe, load_recipe, parse_recipe
@@ -141,12 +141,12 @@ def test_the_plan_draws_it_and_says_what_is_shared(
 ) -> None:
     rows = quickstart[1]
     assert main(["plan", str(SEED), rows, "--gpus", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "0 student/0 │ 1 student/1 │ 2 rollout/0 │ 3 teacher-add/0 + teacher-sort/0 │" in said
-    assert "GPU 3: teacher-add/0 + teacher-sort/0. For GPUs of their own" in said
+    output = capsys.readouterr().out
+    assert "0 student/0 │ 1 student/1 │ 2 rollout/0 │ 3 teacher-add/0 + teacher-sort/0 │" in output
+    assert "GPU 3: teacher-add/0 + teacher-sort/0. For GPUs of their own" in output
     assert main(["plan", str(SEED), rows, "--gpus", "5"]) == 0
-    said = capsys.readouterr().out
-    assert "3 teacher-add/0 │ 4 teacher-sort/0 │" in said and "shared" not in said
+    output = capsys.readouterr().out
+    assert "3 teacher-add/0 │ 4 teacher-sort/0 │" in output and "shared" not in output
 
 
 def test_a_gpu_named_for_an_engine_is_no_teachers_while_another_is_free() -> None:
@@ -221,21 +221,21 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
     planned = [name for name, device in seats_of(one, gpus).items() if "cuda" not in device]
     assert not planned, "each has a GPU"
     assert [seating.gpus(STUDENT, rank) for rank in range(ranks)] == [[rank] for rank in range(ranks)]
-    told = seating.shared() or ""
+    note = seating.shared() or ""
     assert {index for index, who in sits.items() if len(who) > 1} == {
-        int(index) for index in re.findall(r"GPU (\d+):", told)
+        int(index) for index in re.findall(r"GPU (\d+):", note)
     }
-    assert all(" + ".join(who) in told for who in sits.values() if len(who) > 1)
+    assert all(" + ".join(who) in note for who in sits.values() if len(who) > 1)
     wanted = sum(map(len, sits.values()))
     chosen_by_hand = by_hand or any(device != "auto" for _, width, device in teachers if width == 1)
     if wanted <= gpus and not chosen_by_hand:
-        assert not told, "with enough GPUs nothing is shared"
-    if told and not chosen_by_hand:
+        assert not note, "with enough GPUs nothing is shared"
+    if note and not chosen_by_hand:
         assert set(sits) == set(range(gpus)), "nothing is shared while a GPU is free"
 
 
 @pytest.mark.parametrize(
-    ("teacher", "cluster", "told"),
+    ("teacher", "cluster", "message"),
     [
         ({"placement": "pool"}, {}, "placement = 'pool' needs `pool`"),
         ({"pool": "p"}, {}, "belongs to placement = 'pool'"),
@@ -261,9 +261,9 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
     ],
 )
 def test_what_makes_no_sense_is_refused_by_the_recipe(
-    teacher: dict[str, Any], cluster: dict[str, Any], told: str
+    teacher: dict[str, Any], cluster: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         recipe({"t": {"model": "org/t", **teacher}}, cluster=cluster)
 
 

@@ -31,7 +31,7 @@ def recipe(signal: str = "topk", **keys: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"quantize": "int8"}, "`quantize` = 'int8' belongs to native replicas, and backend = 'vllm' is set"),
         ({"compile": True}, "`compile` = True belongs to native replicas"),
@@ -50,8 +50,8 @@ def recipe(signal: str = "topk", **keys: Any) -> Recipe:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**keys)
 
 
@@ -86,11 +86,11 @@ def test_plan_shows_one_server_over_all_its_gpus() -> None:
 def test_doctor_shows_the_vllm_that_a_run_would_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told() -> str:
+    def shown() -> str:
         assert main(["doctor"]) == 0
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm "))
 
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    assert f"none: {PYTHON_VARIABLE} names no interpreter" in told()
+    assert f"none: {PYTHON_VARIABLE} names no interpreter" in shown()
     monkeypatch.setenv(PYTHON_VARIABLE, "/no/such/python")
-    assert "has no vLLM (FileNotFoundError)" in told()
+    assert "has no vLLM (FileNotFoundError)" in shown()

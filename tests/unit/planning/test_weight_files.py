@@ -76,9 +76,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_incomplete_model_is_refused_and_the_file_is_named(model: Path, name: str) -> None:
-    change, told = BROKEN[name]
+    change, message = BROKEN[name]
     change(model)
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=message) as error:
         ModelFolder.open(str(model), "student.model")
     assert str(error.value).startswith(f"student.model = '{model}': ")
 
@@ -110,7 +110,7 @@ def recipe_of(model: Path) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized (awq)"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "has an encoder and a decoder"),
@@ -119,11 +119,11 @@ def recipe_of(model: Path) -> Recipe:
     ],
 )
 def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
-    model: Path, change: dict[str, object], told: str
+    model: Path, change: dict[str, object], message: str
 ) -> None:
     edit(model / "config.json", **change)
     [problem] = preflight(recipe_of(model))
-    assert told in problem and problem.startswith("student.model = ")
+    assert message in problem and problem.startswith("student.model = ")
 
 
 ENDLESS = (
@@ -158,11 +158,11 @@ def test_a_vocabulary_that_the_config_leaves_out_is_read_from_the_embedding_or_t
     model: Path,
 ) -> None:
     """As in Gemma 3 from 4B on, whose text_config has what differs from transformers' defaults."""
-    told = ModelFolder.open(str(model), "student.model").vocab_size
+    size = ModelFolder.open(str(model), "student.model").vocab_size
     config = json.loads((model / "config.json").read_text())
     del config["vocab_size"]
     (model / "config.json").write_text(json.dumps(config))
-    assert ModelFolder.open(str(model), "student.model").vocab_size == told == 44
+    assert ModelFolder.open(str(model), "student.model").vocab_size == size == 44
     (model / "model.safetensors").unlink()  # a hub id: only the small files are there
     assert ModelFolder(model).vocab_size == 44
 

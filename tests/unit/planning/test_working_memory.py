@@ -179,8 +179,8 @@ def test_plan_says_what_to_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "220")
-    words = [str(ASSETS / "recipe.toml"), "--gpus", "5", "student.device=cuda:0"]
-    assert main(["plan", *words, "--gpu-memory", "80"]) == 0
+    arguments = [str(ASSETS / "recipe.toml"), "--gpus", "5", "student.device=cuda:0"]
+    assert main(["plan", *arguments, "--gpu-memory", "80"]) == 0
     assert "GiB at most of 80.0" in capsys.readouterr().out
-    assert main(["plan", *words, "--gpu-memory", "0.1"]) == 0
+    assert main(["plan", *arguments, "--gpu-memory", "0.1"]) == 0
     assert "that is too much" in capsys.readouterr().out

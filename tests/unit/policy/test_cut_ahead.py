@@ -39,9 +39,9 @@ def test_the_next_one_is_cut_before_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     begun, plain = [threading.Event() for _ in PASSES], assembler.cut
     count = iter(begun)
 
-    def cut(rows: Sequence[int], *words: Any, **options: Any) -> Any:
+    def cut(rows: Sequence[int], *arguments: Any, **options: Any) -> Any:
         next(count).set()
-        return plain(rows, *words, **options)
+        return plain(rows, *arguments, **options)
 
     monkeypatch.setattr(assembler, "cut", cut)
     micros = assembler.cut_ahead(PASSES, Layout.PACKED, torch.device("meta"))

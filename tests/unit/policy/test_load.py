@@ -68,8 +68,8 @@ def test_a_student_is_loaded_without_noise_and_its_log_says_so(
     AutoTokenizer.from_pretrained(ASSETS / "models" / "student").save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
         model = load_student(str(tmp_path)).model
-    told = "the noise that PhimoeSparseMoeBlock, PhimoeTopKRouter adds in training is off"
-    assert model.training and caplog.text.count(told) == 1
+    message = "the noise that PhimoeSparseMoeBlock, PhimoeTopKRouter adds in training is off"
+    assert model.training and caplog.text.count(message) == 1
     assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 

@@ -66,10 +66,13 @@ def test_grouped_attention_equals_the_plain_twin(heads: int, kv_heads: int, size
 
     parts, slope = [draw(count) for count in (heads, kv_heads, kv_heads)], draw(heads)
     found = []
-    for dtype, told in ((torch.bfloat16, (table, bounds)), (torch.float64, (table.clone(), bounds.cpu()))):
+    for dtype, arguments in (
+        (torch.bfloat16, (table, bounds)),
+        (torch.float64, (table.clone(), bounds.cpu())),
+    ):
         device = "cuda" if dtype == torch.bfloat16 else "cpu"
         leaves = [part.to(device, dtype).requires_grad_() for part in parts]
-        mixed, _ = grouped_attention(*leaves, *told, 640, size**-0.5, True)
+        mixed, _ = grouped_attention(*leaves, *arguments, 640, size**-0.5, True)
         found.append([mixed, *torch.autograd.grad(mixed, leaves, slope.to(device, dtype))])
     for fast, plain in zip(*found, strict=True):
         assert (fast.cpu().double() - plain).norm() < 8e-3 * plain.norm()

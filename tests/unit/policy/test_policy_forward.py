@@ -288,11 +288,11 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
             raise AssertionError(reason)
 
     meta = BatchMeta("train", full.keys, ("tokens", "teacher_hidden"))
-    told = RemoteBatch(
+    by_name = RemoteBatch(
         meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers, origins=full.origins
     )
     local = Assembler(full, token_mean(full), old, heads).hold()
-    remote = Assembler(told, token_mean(full), old, heads)
+    remote = Assembler(by_name, token_mean(full), old, heads)
     assert remote.groups() == local.groups() == ["a", "b", "b", "a"] and remote.rows_with_loss() == [
         0,
         1,

@@ -31,8 +31,8 @@ def related_rows(beginning: int) -> Batch:
     for group in range(4):
         question = torch.cat([common, draw(3 + group)]) if beginning else draw(12)
         for answer in range(3):
-            said = draw(2 + answer)
-            rows.append(torch.cat([question, said]))
+            written = draw(2 + answer)
+            rows.append(torch.cat([question, written]))
             masks.append(torch.arange(len(rows[-1])) >= len(question))
         if not beginning:  # nothing in common at all
             rows, masks = rows[: group + 1], masks[: group + 1]
@@ -113,9 +113,9 @@ def grouping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As on a GPU whose attention is fastest over rows of one length. How many groups each pass had."""
     seen: list[int] = []
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *told: Any) -> Any:
-        seen.append(int((told[0][:, 1] > 0).sum()))
-        return grouped_attention.grouped_attention(query, key, value, *told)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+        seen.append(int((rest[0][:, 1] > 0).sum()))
+        return grouped_attention.grouped_attention(query, key, value, *rest)
 
     monkeypatch.setattr(packed, "takes_groups", lambda *_, **__: True)
     monkeypatch.setattr(grouped_attention, "ROUND", 4)

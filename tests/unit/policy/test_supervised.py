@@ -50,8 +50,8 @@ def test_a_chat_ends_as_the_template_writes_it_where_generation_stops(family: st
     end = answer_end(tokenizer, stop_ids(model, tokenizer), written)
     expected = tokenizer.convert_tokens_to_ids(ENDS.get(family, tokenizer.eos_token)) if stops_there else eos
     labels_BT = encode_chats(tokenizer, [([{"role": "user", "content": "2+2?"}], "4")], end).labels_BT
-    said = labels_BT[labels_BT != IGNORED].tolist()
-    assert said == [*tokenizer.encode("4", add_special_tokens=False), expected]
+    trained = labels_BT[labels_BT != IGNORED].tolist()
+    assert trained == [*tokenizer.encode("4", add_special_tokens=False), expected]
     assert answer_end(tokenizer, stop_ids(model, tokenizer)) == eos, "plain text ends with eos"
 
 

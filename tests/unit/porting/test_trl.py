@@ -121,9 +121,9 @@ def test_every_form_is_read(tmp_path: Path) -> None:
     sources += [["GKDConfig(beta=0.2, learning_rate=3e-5, lmbda=1.0)"]]
     sources += [["python", "gkd.py", "--beta", "0.2", "--learning_rate=3e-5", "--lmbda", "1.0"]]
     sources += [["python gkd.py --beta 0.2 --learning_rate 3e-5 --lmbda 1.0"]]
-    for words in sources:
-        found = read_trl(words)
-        assert {key: found.keys.get(key) for key in keys} == keys, words
+    for arguments in sources:
+        found = read_trl(arguments)
+        assert {key: found.keys.get(key) for key in keys} == keys, arguments
     script = read_trl([str(tmp_path / "train.py")])
     assert script.program == "GKDConfig" and script.keys["model"] == "org/s"
     assert any("seed=make_seed()" in note for note in script.notes) and any(
@@ -134,7 +134,7 @@ def test_every_form_is_read(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.toml"
-    words = [
+    arguments = [
         "--model_name_or_path",
         "org/s",
         "--teacher_model_name_or_path",
@@ -144,23 +144,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "--beta",
         "0.5",
     ]
-    assert main(["import-trl", "-o", str(recipe), "--", "python", "distillation.py", *words]) == 0
+    assert main(["import-trl", "-o", str(recipe), "--", "python", "distillation.py", *arguments]) == 0
     assert parse_recipe(tomllib.loads(recipe.read_text())).loss.kind == "jsd"
     assert "carried over" in capsys.readouterr().out
 
 
 def test_without_data_the_recipe_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-trl", "GKDConfig(beta=0.5)"]) == 2
-    told = capsys.readouterr().err
-    assert "data.train" in told and "student.model" in told
+    output = capsys.readouterr().err
+    assert "data.train" in output and "student.model" in output
 
 
 @pytest.mark.parametrize(
-    "words", [["missing.py"], ["nothing"], ["print(1)"], ["GKDConfig("], ["python gkd.py now"]]
+    "arguments", [["missing.py"], ["nothing"], ["print(1)"], ["GKDConfig("], ["python gkd.py now"]]
 )
-def test_sources_that_are_none(words: list[str]) -> None:
+def test_sources_that_are_none(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML|Python"):
-        read_trl(words)
+        read_trl(arguments)
 
 
 def test_a_colocated_engine_shares_the_gpus_that_train() -> None:

@@ -103,7 +103,7 @@ def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixtur
     script, recipe = tmp_path / "run.sh", tmp_path / "recipe.toml"
     script.write_text(SCRIPT)
     assert main(["import-verl", str(script), "-o", str(recipe)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     found = flatten(tomllib.loads(recipe.read_text()))
     assert examine(tomllib.loads(recipe.read_text()))[1] == []
     wanted = {
@@ -141,7 +141,7 @@ def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert {key: found.get(key) for key in wanted} == wanted
     assert "--gpu-memory-utilization=0.4" in found["rollout.engine_args"]
-    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in told
+    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in output
     assert "learning_rate = 2e-06  # actor_rollout_ref.actor.optim.lr" in recipe.read_text()
 
 
@@ -207,12 +207,12 @@ def test_task_rewards_are_on_unless_turned_off() -> None:
 def test_without_a_known_reward_the_recipe_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
+    arguments = [
         "actor_rollout_ref.model.path=org/s",
         "data.train_files=rows.parquet",
         "algorithm.adv_estimator=grpo",
     ]
-    words += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
+    arguments += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
     assert (
         main(
             [
@@ -223,13 +223,13 @@ def test_without_a_known_reward_the_recipe_says_what_is_missing(
                 "python3",
                 "-m",
                 "verl.trainer.main_ppo",
-                *words,
+                *arguments,
             ]
         )
         == 2
     )
-    said = capsys.readouterr()
-    assert "needs data.reward" in said.err and "name yours in data.reward" in said.out
+    captured = capsys.readouterr()
+    assert "needs data.reward" in captured.err and "name yours in data.reward" in captured.out
     assert tomllib.loads((tmp_path / "r.toml").read_text())["loss"] == {
         "distill_coef": 0.0, "task_coef": 1.0, "clip_high": 0.2, "dual_clip": 3.0,
     }  # fmt: skip
@@ -427,10 +427,10 @@ def test_what_cannot_be_expanded_is_said() -> None:
     assert "$NOWHERE is set nowhere; replace it in the recipe" in from_verl(source).notes
 
 
-@pytest.mark.parametrize("words", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
-def test_sources_that_are_none(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
+def test_sources_that_are_none(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML file|nothing to import"):
-        read_source(words, "verl")
+        read_source(arguments, "verl")
 
 
 def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:

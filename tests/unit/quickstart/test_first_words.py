@@ -57,6 +57,6 @@ def test_the_note_explains_how_sums_are_written() -> None:
 
 def test_the_next_experiment_is_one_that_works() -> None:
     """docs/results.md: reverse KL, policy gradients and GRPO are far behind on these models."""
-    words = quickstart._NEXT.partition("#")[0].split()
-    loss = load_recipe(RECIPE, words).loss
+    overrides = quickstart._NEXT.partition("#")[0].split()
+    loss = load_recipe(RECIPE, overrides).loss
     assert loss.kind == "forward_kl" and loss.task_coef == 0 and not loss.policy_gradient

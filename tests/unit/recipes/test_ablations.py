@@ -80,9 +80,9 @@ def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
     (run,) = runs_of(table, [], [0])
     faults = ["checkpoint.before_rename:2", None]
 
-    def launch(words: Sequence[str], log: Path) -> Command:
+    def launch(arguments: Sequence[str], log: Path) -> Command:
         log.touch()
-        return start_cli(*words, fault=faults.pop(0))
+        return start_cli(*arguments, fault=faults.pop(0))
 
     study = Study(table, out, launch)
 
@@ -92,7 +92,9 @@ def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
     (line,) = read_lines(out / "collected.jsonl")
     assert [point["step"] for point in line["points"]] == [0, 1, 2, 3]
     assert (line["seed"], line["settings"]) == (0, list(table.settings))
-    begun = [said.split()[0] for said in capsys.readouterr().out.splitlines() if said.endswith(run.name)]
+    begun = [
+        printed.split()[0] for printed in capsys.readouterr().out.splitlines() if printed.endswith(run.name)
+    ]
     assert begun == ["train", "resume"]
 
     run_all(study, [run], side_by_side=1, seconds=60)

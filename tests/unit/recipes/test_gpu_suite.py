@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SUITE = ROOT / "benchmarks" / "one_gpu" / "suite.py"
 
 
-def suite(folder: Path, tasks: str, *words: str) -> tuple[str, list[dict[str, object]]]:
+def suite(folder: Path, tasks: str, *arguments: str) -> tuple[str, list[dict[str, object]]]:
     (folder / "tasks.toml").write_text(tasks)
     command = [
         sys.executable,
@@ -22,7 +22,7 @@ def suite(folder: Path, tasks: str, *words: str) -> tuple[str, list[dict[str, ob
         str(folder / "tasks.toml"),
         "--out",
         str(folder / "out"),
-        *words,
+        *arguments,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -41,9 +41,9 @@ def test_ended_tasks_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> No
         + task("failing", "raise SystemExit(3)")
         + task("later", "", needs='["not/there"]')
     )
-    said, lines = suite(tmp_path, tasks)
+    output, lines = suite(tmp_path, tasks)
     assert [(line["name"], line["code"]) for line in lines] == [("well", 0), ("failing", 3)]
-    assert "later: not run, needs not/there" in said
+    assert "later: not run, needs not/there" in output
     assert (tmp_path / "out" / "well.log").read_text() == "1\n"
     _, lines = suite(tmp_path, tasks)
     assert [line["name"] for line in lines] == ["well", "failing", "failing"]
@@ -56,8 +56,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
 time.sleep(600)
 """
-    said, (line,) = suite(tmp_path, task("long", code, seconds=3))
-    assert line["code"] is None and "long: past its seconds, killed" in said
+    output, (line,) = suite(tmp_path, task("long", code, seconds=3))
+    assert line["code"] is None and "long: past its seconds, killed" in output
     pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child of a killed task lives"
@@ -69,10 +69,10 @@ def test_the_projects_own_tasks_name_files_that_exist() -> None:
     from suite import read_tasks
 
     for one in read_tasks(SUITE.with_name("suite.toml")):
-        words = shlex.split(one.command)
+        parts = shlex.split(one.command)
         scripts = [
             word
-            for word in words
+            for word in parts
             if word.endswith(".py") or (word.endswith(".toml") and "models" not in word)
         ]
         assert all((ROOT / script).exists() for script in scripts), one.name

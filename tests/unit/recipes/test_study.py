@@ -28,9 +28,9 @@ FOLDERS = {
 def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_path: Path) -> None:
     models = None if folder == ON_CPU else tmp_path / "models"
     task = Task(folder, tmp_path, models=models, steps=7, more=("rollout.max_batch=3",))
-    words = command(task, Job(method, seed=5, rate=1e-6))
-    assert words[1:5] == ["-m", "understudy.cli.main", "train", "--quiet"]
-    recipe = load_recipe(Path(words[5]), words[6:])
+    arguments = command(task, Job(method, seed=5, rate=1e-6))
+    assert arguments[1:5] == ["-m", "understudy.cli.main", "train", "--quiet"]
+    recipe = load_recipe(Path(arguments[5]), arguments[6:])
     assert (recipe.run.seed, recipe.trainer.steps, recipe.trainer.learning_rate) == (5, 7, 1e-6)
     assert recipe.rollout.max_batch == 3
     assert (method == "grpo") == (not recipe.teachers)
@@ -63,10 +63,10 @@ def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
 
 def test_sft_starts_from_the_recipes_student_and_prompts(tmp_path: Path) -> None:
     recipe = load_recipe(ON_CPU / "forward-kl.toml")
-    words = command(Task(ON_CPU, tmp_path, sft_rate=0.5), Job("sft-worked", seed=1))
-    told = dict(zip(words[2::2], words[3::2], strict=True))
-    assert told["--student"] == recipe.student.model and told["--data"] == recipe.data.train[0]
-    assert (told["--seed"], told["--learning-rate"], told["--answers"]) == ("1", "0.5", "worked")
+    arguments = command(Task(ON_CPU, tmp_path, sft_rate=0.5), Job("sft-worked", seed=1))
+    flags = dict(zip(arguments[2::2], arguments[3::2], strict=True))
+    assert flags["--student"] == recipe.student.model and flags["--data"] == recipe.data.train[0]
+    assert (flags["--seed"], flags["--learning-rate"], flags["--answers"]) == ("1", "0.5", "worked")
 
 
 def test_points_join_the_runs_own_accuracy_and_the_graders_kl(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from understudy.policy.step import PolicySettings
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.scores import ScoreItem, Signal
@@ -174,7 +175,7 @@ def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path:
         scored_from = np.arange(len(tokens) // 2, len(tokens), dtype=np.int32)
         items.append(ScoreItem(f"{index}", tokens, scored_from, Signal.TOPK, K))
     scorer = Scorer("t", load_frozen(str(tmp_path), dtype=str(dtype).removeprefix("torch."), device=device))
-    scorer.warm_up()
+    warm_up(scorer)
     scores = scorer.score(request_of(items)).split()
     rounded = [plain_logprobs(teacher, item.tokens)[item.positions - 1] for item in items]
     exact, errors, rounding = teacher.float(), [], []

@@ -28,10 +28,10 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like SmolLM2's from outside."""
     folder = tmp_path_factory.mktemp("model")
-    words = Tokenizer(WordLevel({"<unk>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = WhitespaceSplit()
+    inner = Tokenizer(WordLevel({"<unk>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<eos>"
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<eos>"
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -45,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Both tasks' files: generated ones, and GSM8K rows made up in the original's columns."""
-    words, maths = tmp_path_factory.mktemp("words"), tmp_path_factory.mktemp("gsm8k")
-    write_splits(make_splits(sizes={"test": 10, "valid": 5, "make": 10, "train": 200}), words)
+    problems, maths = tmp_path_factory.mktemp("words"), tmp_path_factory.mktemp("gsm8k")
+    write_splits(make_splits(sizes={"test": 10, "valid": 5, "make": 10, "train": 200}), problems)
     rows = [
         {"question": f"Ann has {n} pears and buys 2 more. How many?", "answer": f"{n}+2=<<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"}
         for n in range(20)
@@ -59,7 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "valid": 5,
         "test": 20,
     }
-    return {"word-problems": words, "gsm8k": maths}
+    return {"word-problems": problems, "gsm8k": maths}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -68,10 +68,10 @@ def test_each_recipe_is_sound(
     task: str, method: str, model: Path, data: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ROOT / "recipes" / task / f"{method}.toml"
-    words = [f"student.model={model}", f"data.train={data[task] / 'train.jsonl'}"]
-    words += [f"data.eval={data[task] / 'test.jsonl'}"]
-    words += [f"teachers.teacher.model={model}"] if method != "grpo" else []
-    assert main(["check", str(recipe), *words]) == 0, capsys.readouterr()
+    arguments = [f"student.model={model}", f"data.train={data[task] / 'train.jsonl'}"]
+    arguments += [f"data.eval={data[task] / 'test.jsonl'}"]
+    arguments += [f"teachers.teacher.model={model}"] if method != "grpo" else []
+    assert main(["check", str(recipe), *arguments]) == 0, capsys.readouterr()
     assert "the recipe is sound" in capsys.readouterr().out
 
 

@@ -60,29 +60,31 @@ def test_every_worked_line_is_right_and_uses_only_what_is_known(some: list[Probl
 
 def solve(problem: Problem) -> int:
     """The answer read out of the question alone."""
-    said, numbers = problem.question, numbers_in(problem.question)
+    question, numbers = problem.question, numbers_in(problem.question)
     if problem.kind in ("shop", "trip"):
         *pairs, whole = numbers
         return whole - sum(prod(pairs[i : i + 2]) for i in range(0, len(pairs), 2))
     if problem.kind == "share":
-        pairs = [(int(a), int(b)) for a, b in re.findall(r"There are (?:also )?(\d+) \w+ with (\d+)", said)]
-        lost = sum(int(found) for found in re.findall(r"(\d+) of the \w+ are lost", said))
+        pairs = [
+            (int(a), int(b)) for a, b in re.findall(r"There are (?:also )?(\d+) \w+ with (\d+)", question)
+        ]
+        lost = sum(int(found) for found in re.findall(r"(\d+) of the \w+ are lost", question))
         each, rest = divmod(sum(a * b for a, b in pairs) - lost, numbers[-1])
         assert rest == 0
         return each
     held, total = 0, 0
-    for sentence in re.split(r"(?<=\.) ", said)[:-1]:
-        told = numbers_in(sentence)
+    for sentence in re.split(r"(?<=\.) ", question)[:-1]:
+        mentioned = numbers_in(sentence)
         if "fewer" in sentence or "gives" in sentence:
-            held -= told[0]
+            held -= mentioned[0]
         elif "packs" in sentence:
-            held += told[0] * told[1]
+            held += mentioned[0] * mentioned[1]
         elif "as many" in sentence:
-            held *= told[0]
+            held *= mentioned[0]
         elif "more" in sentence or "another" in sentence:
-            held += told[0]
+            held += mentioned[0]
         else:
-            held = told[0]
+            held = mentioned[0]
         total += held
     return total if problem.kind == "compare" else held
 

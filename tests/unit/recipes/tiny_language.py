@@ -41,8 +41,8 @@ WORDS = [
 
 
 def make_language(folder: Path, layers: int = 3, hidden: int = 48) -> Path:
-    words = [*SPECIALS, "\n", " ", *WORDS, *(" " + word for word in WORDS)]
-    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIALS[0]))
+    tokens = [*SPECIALS, "\n", " ", *WORDS, *(" " + word for word in WORDS)]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(tokens)}, unk_token=SPECIALS[0]))
     inner.pre_tokenizer = Split(Regex(r"\n| ?[^\s]+"), "isolated")
     PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -53,7 +53,7 @@ def make_language(folder: Path, layers: int = 3, hidden: int = 48) -> Path:
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(words),
+        vocab_size=len(tokens),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

@@ -32,16 +32,16 @@ def test_rows_are_read(tmp_path: Path, name: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ('[{"prompt": "a"}, {"prompt"', r"data.train: .*rows.json begins as a list and is no readable JSON"),
         ('[{"prompt": "a"}, 7]', r"rows.json, item 2 is an? int"),
         ("[]", "is empty"),
     ],
 )
-def test_a_list_that_cannot_be_used_is_told(tmp_path: Path, content: str, told: str) -> None:
+def test_a_list_that_cannot_be_used_is_told(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "rows.json").write_text(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         load_dataset(str(tmp_path / "rows.json"), "data.train")
 
 

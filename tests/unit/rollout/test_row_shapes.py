@@ -78,7 +78,7 @@ def test_tools_as_text_are_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "told"),
+    ("tools", "message"),
     [
         (5, "tools is a int"),
         ({"a": 1}, "tools is a dict"),
@@ -91,9 +91,9 @@ def test_tools_as_text_are_tools() -> None:
         ("1" * 5000, "tools is the text '1111"),
     ],
 )
-def test_tools_that_cannot_be_used_are_refused(tools: Any, told: str) -> None:
-    said = refused({"messages": CHAT, "tools": tools})
-    assert f"data[1]: {told}" in said and "expected a list of function schemas" in said
+def test_tools_that_cannot_be_used_are_refused(tools: Any, message: str) -> None:
+    output = refused({"messages": CHAT, "tools": tools})
+    assert f"data[1]: {message}" in output and "expected a list of function schemas" in output
 
 
 def test_a_glob_reads_its_files_in_order_and_another_file_is_another_dataset(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_text_parts_are_text() -> None:
 
 def test_what_a_student_cannot_read_is_refused_by_name() -> None:
     clip = [{"type": "text", "text": "?"}, {"type": "video", "video": "a.mp4"}]
-    said = refused({"messages": [{"role": "user", "content": clip}]})
-    assert "data[1]: messages[0].content[1] is of type 'video'" in said
+    message = refused({"messages": [{"role": "user", "content": clip}]})
+    assert "data[1]: messages[0].content[1] is of type 'video'" in message
     assert "data[1] has videos (column `videos`)" in refused({"messages": CHAT, "videos": ["a.mp4"]})
     assert load_dataset([{"messages": CHAT, "images": []}])
     assert "data[1] has both `prompt` and `messages`" in refused({"messages": CHAT, "prompt": "hi"})
@@ -151,10 +151,10 @@ def test_what_a_student_cannot_read_is_refused_by_name() -> None:
 def test_messages_without_text_are_refused_and_not_trained_as_empty_prompts() -> None:
     """A chat template renders a missing content as nothing, or as "None"."""
     for wrong in ({"role": "user", "contents": "hi"}, {"role": "user", "content": None, "contents": 1}):
-        said = refused({"messages": [CHAT[0], wrong]})
-        assert "data[1]: messages[1] has no content (its keys: role, " in said and "contents)" in said
-    said = refused({"messages": json.dumps(CHAT)})
-    assert "data[1]: messages is a text; expected a list of messages" in said
+        message = refused({"messages": [CHAT[0], wrong]})
+        assert "data[1]: messages[1] has no content (its keys: role, " in message and "contents)" in message
+    message = refused({"messages": json.dumps(CHAT)})
+    assert "data[1]: messages is a text; expected a list of messages" in message
     called = [
         CHAT[0],
         {"role": "assistant", "content": None, "tool_calls": [{}]},

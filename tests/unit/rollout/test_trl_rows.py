@@ -17,7 +17,7 @@ from understudy.rollout.dataset import load_dataset
 from understudy.types.prompt import Prompt
 
 ASKED = {"role": "user", "content": "What colour is the sky?"}
-SAID = {"role": "assistant", "content": "It is blue."}
+ANSWER = {"role": "assistant", "content": "It is blue."}
 
 
 def read(row: dict[str, Any]) -> Prompt:
@@ -41,11 +41,11 @@ def recipe(**rollout: Any) -> Any:
         ({"prompt": "The sky is"}, "The sky is", (), None),
         ({"prompt": "The sky is", "completion": " blue."}, "The sky is", (), " blue."),
         ({"prompt": [ASKED]}, None, (ASKED,), None),
-        ({"prompt": [ASKED], "completion": [SAID]}, None, (ASKED,), [SAID]),
+        ({"prompt": [ASKED], "completion": [ANSWER]}, None, (ASKED,), [ANSWER]),
         ({"prompt": [ASKED], "completion": "It is blue."}, None, (ASKED,), "It is blue."),
         ({"messages": [ASKED]}, None, (ASKED,), None),
-        ({"messages": [ASKED, SAID]}, None, (ASKED,), "It is blue."),
-        ({"messages": [ASKED, SAID, ASKED, SAID]}, None, (ASKED, SAID, ASKED), "It is blue."),
+        ({"messages": [ASKED, ANSWER]}, None, (ASKED,), "It is blue."),
+        ({"messages": [ASKED, ANSWER, ASKED, ANSWER]}, None, (ASKED, ANSWER, ASKED), "It is blue."),
     ],
 )
 def test_every_format_is_read_as_it_is(
@@ -61,46 +61,47 @@ def test_every_format_is_read_as_it_is(
 
 def test_a_dataset_of_the_datasets_library(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason='pip install "understudy[datasets]"')
-    rows = datasets.Dataset.from_list([{"prompt": [ASKED], "completion": [SAID]}])
+    rows = datasets.Dataset.from_list([{"prompt": [ASKED], "completion": [ANSWER]}])
     prompt = load_dataset(rows.to_list()).prompt(0, key="k", epoch=0)
-    assert prompt.messages == (ASKED,) and prompt.columns["completion"] == [SAID]
+    assert prompt.messages == (ASKED,) and prompt.columns["completion"] == [ANSWER]
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
-        ({"messages": [SAID]}, "nothing left to answer"),
-        ({"messages": [ASKED, SAID, SAID]}, "nothing left to answer"),
-        ({"messages": [ASKED, SAID], "completion": "blue"}, "has a `completion` too"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{}]}]}, r"no answer in text \(a message with tool calls\)"),
+        ({"messages": [ANSWER]}, "nothing left to answer"),
+        ({"messages": [ASKED, ANSWER, ANSWER]}, "nothing left to answer"),
+        ({"messages": [ASKED, ANSWER], "completion": "blue"}, "has a `completion` too"),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": [{}]}]}, r"no answer in text \(a message with tool calls\)"),
         ({"text": "The sky is blue."}, r"has no prompt \(columns: text\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_what_cannot_be_read_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read(row)
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [ASKED, SAID]}, {"prompt": [ASKED], "completion": [SAID]}, {"prompt": "a", "completion": "b"}]
+    "row", [{"messages": [ASKED, ANSWER]}, {"prompt": [ASKED], "completion": [ANSWER]}, {"prompt": "a", "completion": "b"}]
 )  # fmt: skip
 def test_completions_are_given_answers_where_asked(row: dict[str, Any]) -> None:
     dataset = load_dataset([row])
     assert answers_given(recipe(answer_column="completion"), dataset) == []
-    (said,) = answers_given(recipe(), dataset)
-    assert "no text in the column 'answer' (missing or empty)" in said
-    assert "rollout.answer_column = 'completion'" in said
+    (message,) = answers_given(recipe(), dataset)
+    assert "no text in the column 'answer' (missing or empty)" in message
+    assert "rollout.answer_column = 'completion'" in message
 
 
 def test_a_completion_of_several_messages_is_refused_as_an_answer() -> None:
-    (said,) = answers_given(
-        recipe(answer_column="completion"), load_dataset([{"prompt": [ASKED], "completion": [SAID, SAID]}])
+    (message,) = answers_given(
+        recipe(answer_column="completion"),
+        load_dataset([{"prompt": [ASKED], "completion": [ANSWER, ANSWER]}]),
     )
-    assert "'completion' (2 messages, expected one)" in said
+    assert "'completion' (2 messages, expected one)" in message
 
 
 def test_check_tells_of_messages_that_are_written_anew() -> None:
-    dataset = load_dataset([{"messages": [ASKED, SAID]}, {"messages": [ASKED]}])
+    dataset = load_dataset([{"messages": [ASKED, ANSWER]}, {"messages": [ASKED]}])
     found = check_rows(recipe(), dataset, "data.train", PromptLimits(None), None, lambda _: None)
     (note,) = found.notes
     assert note.startswith("data.train: 1 of 2 chats end with an assistant message")

@@ -45,8 +45,8 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
 def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
     recipe, (change,) = changed_recipe(run, ["trainer.passes=3"])
     assert recipe.trainer.passes == 3
-    told = "trainer.passes = 3.0 (how far the run goes; in place of trainer.steps = 100)"
-    assert str(change) == told
+    message = "trainer.passes = 3.0 (how far the run goes; in place of trainer.steps = 100)"
+    assert str(change) == message
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, 
 
 
 @pytest.mark.parametrize(
-    ("saved", "before", "after", "words"),
+    ("saved", "before", "after", "message"),
     [
         (
             10,
@@ -90,7 +90,7 @@ def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, 
     ],
 )
 def test_a_window_that_was_begun_keeps_its_updates(
-    run: RunDir, saved: int, before: int, after: int, words: str | None
+    run: RunDir, saved: int, before: int, after: int, message: str | None
 ) -> None:
     """Its rows are taken for all of its updates. One update used to train several batches at once, or to wait for rows that
     nobody wrote."""
@@ -100,7 +100,7 @@ def test_a_window_that_was_begun_keeps_its_updates(
         parse_recipe({**TABLE, "trainer": {"mode": "fully_async", "sync_every": 4, "steps": steps}}).trainer
         for steps in (before, after)
     )
-    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         refuse_cut_window(run, old, new, rows=100)
 
 

@@ -96,12 +96,14 @@ sys.exit(program())
 """
 
 
-@pytest.mark.parametrize(("how", "code", "said"), [("fails", 2, "no teacher is left"), ("ends well", 0, "")])
-def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "code", "message"), [("fails", 2, "no teacher is left"), ("ends well", 0, "")]
+)
+def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, how], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == code and said in done.stderr, done
+    assert done.returncode == code and message in done.stderr, done
 
 
 AGAIN = """

@@ -78,7 +78,7 @@ def main():
 
 
 @pytest.mark.parametrize(
-    ("call", "how", "said"),
+    ("call", "how", "message"),
     [
         ("if __name__ == '__main__':\n    main()", ["train-it.py"], "train-it:reward\n"),
         ("if '__main__' == __name__:\n    main()", ["-m", "pack.inner"], "pack.inner:reward\n"),
@@ -92,7 +92,7 @@ def main():
     ],
 )
 def test_a_script_may_hold_its_own_reward_where_it_can_be_imported(
-    tmp_path: Path, call: str, how: list[str], said: str
+    tmp_path: Path, call: str, how: list[str], message: str
 ) -> None:
     script = SCRIPT.format(call=call)
     (tmp_path / "pack").mkdir()
@@ -100,7 +100,7 @@ def test_a_script_may_hold_its_own_reward_where_it_can_be_imported(
         (tmp_path / place).write_text("" if "init" in place else script)
     command = [sys.executable, *how, *([script] if how == ["-c"] else [])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert said in done.stdout + done.stderr and (done.returncode == 0) == said.endswith("\n"), done
+    assert message in done.stdout + done.stderr and (done.returncode == 0) == message.endswith("\n"), done
 
 
 class Split:

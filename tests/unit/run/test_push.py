@@ -34,8 +34,8 @@ def test_the_folder_arrives_whole_in_a_private_repository(hub: FakeHub, folder: 
     assert push(folder, "my-org/my-student") == f"{hub.url}/my-org/my-student (private)"
     assert hub.files["my-org/my-student"] == {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / "README.md").write_text("second\n")
-    told = push(folder, "my-org/my-student", public=True)
-    assert told.endswith("(private)"), "a repository keeps its visibility"
+    address = push(folder, "my-org/my-student", public=True)
+    assert address.endswith("(private)"), "a repository keeps its visibility"
     assert hub.files["my-org/my-student"]["README.md"] == b"second\n"
     assert push(folder, "my-org/other", public=True) == f"{hub.url}/my-org/other (public)"
 

@@ -18,7 +18,7 @@ class Runs:
     def __init__(self, *script: tuple[int, Exception | int]) -> None:
         self.script = list(script)
         self.saved = 0
-        self.told: list[str] = []
+        self.notes: list[str] = []
 
     async def attempt(self) -> int:
         self.saved, end = self.script.pop(0)
@@ -30,7 +30,7 @@ class Runs:
         quiet: Callable[[str], None] = lambda text: None  # noqa: E731
         return asyncio.run(
             with_restarts(
-                self.attempt, allowed, lambda: self.saved, stop or Interrupts(quiet), self.told.append
+                self.attempt, allowed, lambda: self.saved, stop or Interrupts(quiet), self.notes.append
             )
         )
 
@@ -42,7 +42,7 @@ def lost() -> RankLost:
 def test_a_run_is_taken_up_as_often_as_it_gets_further() -> None:
     runs = Runs((0, lost()), (2, lost()), (4, lost()), (4, 9))
     assert runs.go(allowed=1) == 9
-    assert [text.rpartition("; ")[2] for text in runs.told] == [
+    assert [text.rpartition("; ")[2] for text in runs.notes] == [
         "going back to the start (restart 1 of 1)",
         "going back to step 2 (restart 1 of 1)",
         "going back to step 4 (restart 1 of 1)",
@@ -71,7 +71,7 @@ def test_without_a_checkpoint_in_between_it_ends_with_the_ranks_words() -> None:
     runs = Runs((2, lost()), (2, lost()), (2, lost()), (2, 9))
     with pytest.raises(RankLost, match=r"rank 1 of 2 was killed; `understudy resume` goes on"):
         runs.go(allowed=2)
-    assert len(runs.told) == 2 and len(runs.script) == 1
+    assert len(runs.notes) == 2 and len(runs.script) == 1
     with pytest.raises(RankLost):
         Runs((5, lost()), (5, 9)).go(allowed=0)
 
@@ -88,7 +88,7 @@ def test_a_rank_lost_after_a_stop_request_ends_the_run_as_stopped(allowed: int) 
     stop.requested = True
     runs = Runs((4, lost()), (4, 9))
     assert runs.go(allowed, stop) == 4
-    assert runs.told == [
+    assert runs.notes == [
         "rank 1 of 2 was killed; without it nothing more can be saved: the run stays at step 4"
     ]
     with pytest.raises(PolicyError):

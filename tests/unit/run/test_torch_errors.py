@@ -15,7 +15,7 @@ RECIPE = Recipe.model_validate(
         "trainer": {"steps": 1, "micro_batch_tokens": 65536},
     }
 )
-WORDS = (
+MESSAGE = (
     "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 209.94 MiB is free. \n"
     "Process 664 has 610.00 MiB memory in use. If reserved but unallocated memory is large try setting \n"
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -23,13 +23,13 @@ WORDS = (
 
 
 def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
-    told = explained(torch.OutOfMemoryError(WORDS), RECIPE)
-    assert isinstance(told, PolicyError)
-    first, *ways = str(told).splitlines()
+    explanation = explained(torch.OutOfMemoryError(MESSAGE), RECIPE)
+    assert isinstance(explanation, PolicyError)
+    first, *ways = str(explanation).splitlines()
     assert first.startswith(
         "the GPU's memory is full: Tried to allocate 256.00 MiB. The GPU has a total capacity of 139.80"
     )
-    assert "PYTORCH" not in str(told)
+    assert "PYTORCH" not in str(explanation)
     assert "trainer.micro_batch_tokens (now 65536)" in ways[0]
     assert "rollout.max_batch (now" in ways[1]
     assert "student.gradient_checkpointing = true" in ways[2]
@@ -38,10 +38,10 @@ def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
 def test_a_driver_without_memory_names_what_to_set() -> None:
     """Other processes hold the GPU: the driver refuses, before torch's allocator counts anything."""
     text = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
-    told = explained(torch.AcceleratorError(text), RECIPE)
-    assert isinstance(told, PolicyError)
-    assert "the GPU's memory is full: the driver has none left; `nvidia-smi` lists" in str(told)
-    assert "trainer.micro_batch_tokens" in str(told) and "docs.nvidia.com" not in str(told)
+    explanation = explained(torch.AcceleratorError(text), RECIPE)
+    assert isinstance(explanation, PolicyError)
+    assert "the GPU's memory is full: the driver has none left; `nvidia-smi` lists" in str(explanation)
+    assert "trainer.micro_batch_tokens" in str(explanation) and "docs.nvidia.com" not in str(explanation)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_a_driver_without_memory_names_what_to_set() -> None:
     ],
 )
 def test_a_machine_without_memory_names_what_to_set_and_that_a_resume_goes_on(error: Exception) -> None:
-    told = str(explained(error, RECIPE))
+    explanation = str(explained(error, RECIPE))
     for part in ("out of memory", "understudy resume", "trainer.micro_batch_tokens (now 65536)", "replicas"):
-        assert part in told
+        assert part in explanation
 
 
 def test_other_errors_stay_what_they_are() -> None:
@@ -66,9 +66,9 @@ def test_other_errors_stay_what_they_are() -> None:
 def test_an_operation_that_cannot_repeat_is_named_with_the_key_that_allows_it() -> None:
     with pytest.raises(RuntimeError) as refused:
         _refused_by_torch()
-    told = explained(refused.value, RECIPE)
-    assert isinstance(told, PolicyError)
-    assert "torch's put_" in str(told) and "run.determinism = 'fast'" in str(told)
+    explanation = explained(refused.value, RECIPE)
+    assert isinstance(explanation, PolicyError)
+    assert "torch's put_" in str(explanation) and "run.determinism = 'fast'" in str(explanation)
 
 
 def _refused_by_torch() -> None:

@@ -87,7 +87,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "clock", "seconds"),
+    ("header", "clock", "seconds"),
     [
         ("120", None, 120.0),
         (" 1.5 ", None, 1.5),
@@ -103,8 +103,8 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
         ("", None, None),
     ],
 )
-def test_the_time_that_a_server_asks_for(told: str, clock: str | None, seconds: float | None) -> None:
-    assert retry_after({"Retry-After": told} | ({"Date": clock} if clock else {})) == seconds
+def test_the_time_that_a_server_asks_for(header: str, clock: str | None, seconds: float | None) -> None:
+    assert retry_after({"Retry-After": header} | ({"Date": clock} if clock else {})) == seconds
 
 
 def test_a_date_without_the_server_s_clock_is_compared_with_ours() -> None:

@@ -31,10 +31,10 @@ sys.exit(process_main(globals()[args.body], args, before_orphaned_exit=lambda: p
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "UNDERSTUDY_TOKEN": "secret"}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
+        [sys.executable, "-c", PROGRAM, *arguments],
         capture_output=True,
         text=True,
         env=env,
@@ -76,8 +76,8 @@ def test_the_exit_code_and_the_last_line_say_how_it_ended(body: str, code: int, 
 def test_the_ready_file_holds_facts_and_pid_and_appears_whole(tmp_path: Path) -> None:
     for body, facts in (("works", {"rank": 3}), ("works_on_a_loop", {"token": "secret"})):
         assert run(body, "--ready-file", str(tmp_path / body)).returncode == 0
-        told = json.loads((tmp_path / body).read_text())
-        assert told.pop("pid") != os.getpid() and told == facts
+        content = json.loads((tmp_path / body).read_text())
+        assert content.pop("pid") != os.getpid() and content == facts
     assert {file.name for file in tmp_path.iterdir()} == {"works", "works_on_a_loop"}
 
 
@@ -108,5 +108,5 @@ def test_it_ends_when_its_launcher_dies(tmp_path: Path) -> None:
     while not (tmp_path / "r").exists():
         assert process.poll() is None
     os.close(write_end)  # as when the launcher is killed
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == 3 and said == "tidied\n"
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 3 and output == "tidied\n"

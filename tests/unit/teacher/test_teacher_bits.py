@@ -23,6 +23,7 @@ from understudy.teacher.scoring.head import from_wire
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal
 
 ROW = np.array([3, 9, 27, 14, 5, 40, 22, 8, 17, 30], np.int32)
@@ -92,7 +93,7 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(
     small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
     assert with_rounded_weights(twin, small.model) == ModelFolder.open(path, "model").quantized_parameters
     scorer = Scorer("t", small, ScorerOptions(layout=layout))
-    scorer.warm_up()
+    warm_up(scorer)
     items = [
         ScoreItem(f"row-{n}", ROW[:n], np.arange(1, n, dtype=np.int32), Signal.SAMPLED) for n in (10, 6, 3)
     ]
@@ -187,10 +188,10 @@ def test_compiled_layers_may_differ_by_the_rounding_of_fp8(
 
     monkeypatch.setattr(scorer.body, "compile_layers", compile_layers)
     if accepted:
-        scorer.warm_up()
+        warm_up(scorer)
     else:
         with pytest.raises(TeacherError, match=r"differ from the model's own forward by 0\.5"):
-            scorer.warm_up()
+            warm_up(scorer)
 
 
 def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
@@ -199,7 +200,7 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
         ({"model": "student", "version": "live"}, "version = 'live' is set"),
@@ -207,9 +208,9 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
         ({"placement": "external", "urls": ["http://h:1"]}, "`quantize` belongs to processes that this run starts"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict, said: str) -> None:
+def test_where_it_cannot_be(keys: dict, message: str) -> None:
     teacher = {"model": "m", "quantize": "int8", **keys}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_recipe({"student": {"model": "s"}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}})
 
 

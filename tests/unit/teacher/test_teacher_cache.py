@@ -165,7 +165,7 @@ def test_failures_of_both_hedged_replicas_are_noted_and_retried() -> None:
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(5.5)
         await settle()
-        assert {e.replica for e in rig.told(EventKind.RETRIED)} == {"a", "b"}
+        assert {e.replica for e in rig.events_of(EventKind.RETRIED)} == {"a", "b"}
         for replica in rig.replicas.values():
             replica.now = answered
         await rig.clock.advance(5.0)

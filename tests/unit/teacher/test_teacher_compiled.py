@@ -16,6 +16,7 @@ from understudy.teacher.scoring import body, varlen
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.probe import probe_item
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import rehearse
 
 
 @torch.library.custom_op("understudy_test::in_groups", mutates_args=())
@@ -77,7 +78,7 @@ def test_no_lengths_of_later_requests_make_it_compile_again(tmp_path: Path, grap
     frozen = load_frozen(str(write_model(tmp_path / "model")))
     scorer = Scorer("t", frozen, ScorerOptions(max_batch_tokens=512, layout=body.ScoringLayout.PACKED))
     scorer.body.compile_layers()
-    scorer._rehearse()
+    rehearse(scorer)
     first = len(graphs)
     assert first > 0
     rng = np.random.default_rng(1)

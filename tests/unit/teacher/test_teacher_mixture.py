@@ -93,7 +93,7 @@ def test_hidden_states_cannot_be_mixed(pools: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [
         ({"aa": 1.0}, "names 'aa'; teachers are 'a', 'b', 'c'; the nearest is 'a'"),
         ({"a": 0.0}, "positive sum"),
@@ -105,8 +105,8 @@ def test_hidden_states_cannot_be_mixed(pools: dict[str, Any]) -> None:
         ("a", "is written"),
     ],
 )
-def test_weights_that_make_no_sense_are_refused(pools: dict[str, Any], weights: Any, told: str) -> None:
-    with pytest.raises(TeacherError, match=told):
+def test_weights_that_make_no_sense_are_refused(pools: dict[str, Any], weights: Any, message: str) -> None:
+    with pytest.raises(TeacherError, match=message):
         asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.SAMPLED), weights)
 
 

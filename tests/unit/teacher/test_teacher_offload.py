@@ -20,9 +20,10 @@ from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.teacher.replica.assemble import build_worker
 from understudy.teacher.replica.server import check_place, parse_args
 from understudy.teacher.scoring.body import ScoringLayout
-from understudy.teacher.scoring.model import FrozenModel, load_frozen, weights_sha256
+from understudy.teacher.scoring.model import FrozenModel, load_frozen, plain_logprobs, weights_sha256
 from understudy.teacher.scoring.offload import Offload, offloaded
-from understudy.teacher.scoring.scorer import Scorer, ScorerOptions, plain_logprobs
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import Signal
 
 LAYERS = 5
@@ -37,7 +38,7 @@ def scores(frozen: FrozenModel, layout: ScoringLayout = ScoringLayout.PADDED) ->
     """By transformers' own forward: the lean one for CPUs computes in another order, and no model with hooks takes it."""
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout, max_batch_tokens=64))
     scorer.body.lean_forward = lambda longest: None  # type: ignore[method-assign]
-    scorer.warm_up()
+    warm_up(scorer)
     items = [*random_items(6, 1, Signal.TOPK, 4), *random_items(3, 2, Signal.SAMPLED)]
     return scorer.score(request_of(items))
 
@@ -146,7 +147,7 @@ def recipe(model: str = "m", **teacher: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is set"),
         ({"quantize": "int8"}, "quantize = 'int8' is set"),
@@ -158,8 +159,8 @@ def recipe(model: str = "m", **teacher: Any) -> Any:
         ({"offload": "some"}, "offload"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_where_it_cannot_be(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**{"offload": "all", **keys})
 
 
@@ -187,12 +188,12 @@ def test_plan_counts_what_lies_where(deep: Path, offload: Any) -> None:
 
 
 def test_a_replica_on_a_cpu_has_its_layers_in_host_memory_as_it_is(deep: Path) -> None:
-    words = ["--model", str(deep), "--name", "t", "--device", "cpu", "--offload", "all"]
-    worker, *_ = build_worker(parse_args(words))
+    arguments = ["--model", str(deep), "--name", "t", "--device", "cpu", "--offload", "all"]
+    worker, *_ = build_worker(parse_args(arguments))
     assert not any(layer._forward_pre_hooks for layer in worker.scorer.frozen.body.layers)
-    for wrong, said in (
+    for wrong, message in (
         (["--offload", "x"], "a number of layers, or all"),
         (["--compile"], "leave one of the two"),
     ):
-        with pytest.raises(StartError, match=said):
-            check_place(parse_args([*words, *wrong]))
+        with pytest.raises(StartError, match=message):
+            check_place(parse_args([*arguments, *wrong]))

@@ -196,7 +196,7 @@ class Rig:
     def state(self, replica: str) -> State:
         return next(r.state for r in self.pool.metrics().replicas if r.name == replica)
 
-    def told(self, kind: EventKind) -> list[PoolEvent]:
+    def events_of(self, kind: EventKind) -> list[PoolEvent]:
         return [event for event in self.events if event.kind is kind]
 
     async def score(self, items: list[ScoreItem] | None = None) -> list[TeacherScores]:
@@ -228,7 +228,7 @@ def test_a_failed_request_is_answered_by_another_replica() -> None:
         scores = await rig.pool.score(random_items(2))
         assert [s.teacher for s in scores] == ["b", "b"]
         assert rig.replicas["a"].asked == rig.replicas["b"].asked == [["row-0-0", "row-0-1"]]
-        assert rig.pool.metrics().retries == 1 and rig.told(EventKind.RETRIED)[0].replica == "a"
+        assert rig.pool.metrics().retries == 1 and rig.events_of(EventKind.RETRIED)[0].replica == "a"
 
     running(test, Rig())
 
@@ -273,8 +273,12 @@ def test_scores_that_slipped_under_a_right_echo_are_caught() -> None:
         rig.replicas["a"].now = slipped
         scores = await rig.pool.score(random_items(2))
         assert [s.teacher for s in scores] == ["b", "b"] and len(scores) == 2
-        told = rig.told(EventKind.RETRIED)[0].message
-        assert "replica a, row 'row-0-0'" in told and "position 1: 1 nats apart" in told and "shifted" in told
+        message = rig.events_of(EventKind.RETRIED)[0].message
+        assert (
+            "replica a, row 'row-0-0'" in message
+            and "position 1: 1 nats apart" in message
+            and "shifted" in message
+        )
 
     running(test, Rig())
 
@@ -308,7 +312,7 @@ def test_a_streak_ejects_and_the_last_one_stays() -> None:
         for _ in range(200):
             await rig.clock.advance(0.1)
             assert any(r.state in (State.HEALTHY, State.SUSPECT) for r in rig.pool.metrics().replicas)
-        assert rig.told(EventKind.EJECTED)
+        assert rig.events_of(EventKind.EJECTED)
         rig.replicas["b"].now = rig.replicas["a"].now = well
         await rig.clock.advance(10.0)
         assert (await task)[0].key == "row-0-0"
@@ -319,10 +323,10 @@ def test_a_streak_ejects_and_the_last_one_stays() -> None:
 def test_a_wedged_replica_that_still_passes_probes_is_ejected_by_its_streak() -> None:
     async def test(rig: Rig) -> None:
         rig.replicas["a"].now = failing(TIMEOUT)
-        while not rig.told(EventKind.EJECTED) and rig.clock.now() < 200:
+        while not rig.events_of(EventKind.EJECTED) and rig.clock.now() < 200:
             await rig.score()
             await rig.clock.advance(15.0)
-        assert rig.told(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 3
+        assert rig.events_of(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 3
 
     running(test, Rig())
 
@@ -376,11 +380,11 @@ def test_a_liar_is_ejected_although_it_also_tells_the_truth() -> None:
             return answer(replica.name, items)
 
         rig.replicas["a"].now = sometimes
-        while not rig.told(EventKind.EJECTED) and rig.clock.now() < 200:
+        while not rig.events_of(EventKind.EJECTED) and rig.clock.now() < 200:
             await rig.score()
             await rig.clock.advance(15.0)
-        assert rig.told(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 4
-        assert "NaN" in rig.told(EventKind.EJECTED)[0].message
+        assert rig.events_of(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 4
+        assert "NaN" in rig.events_of(EventKind.EJECTED)[0].message
 
     running(test, Rig())
 
@@ -452,7 +456,7 @@ def test_failed_restarts_back_off() -> None:
         times = [when for when, name in rig.starts[2:]]
         gaps = np.diff(times)
         assert len(times) >= 5 and (gaps[1:] >= gaps[:-1] - 0.3).all() and gaps.max() <= 8.5
-        assert rig.state("a") is State.EJECTED and "no GPU" in rig.told(EventKind.EJECTED)[-1].message
+        assert rig.state("a") is State.EJECTED and "no GPU" in rig.events_of(EventKind.EJECTED)[-1].message
         rig.start_error = None
         await rig.clock.advance(9.0)
         assert rig.state("a") is State.HEALTHY
@@ -478,14 +482,14 @@ def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() 
         await rig.clock.advance(60.0)
         assert [name for _, name in rig.starts].count("a") == 1 + 3, "three restarts and no more"
         assert rig.state("a") is State.RETIRED
-        assert "given up after 3 restarts" in rig.told(EventKind.EJECTED)[-1].message
+        assert "given up after 3 restarts" in rig.events_of(EventKind.EJECTED)[-1].message
         assert (await rig.score())[0].teacher == "b"
         rig.kill("b")
         with pytest.raises(ClusterError) as caught:
             await rig.score()
-        said = str(caught.value)
-        assert said.startswith("Traceback …\nRuntimeError: b is out of memory\nno GPU")
-        assert "cluster.restarts.teacher" in said and "no replica of teacher math is left" in said
+        message = str(caught.value)
+        assert message.startswith("Traceback …\nRuntimeError: b is out of memory\nno GPU")
+        assert "cluster.restarts.teacher" in message and "no replica of teacher math is left" in message
 
     running(test, Hearing(options=LIMITED))
 
@@ -522,7 +526,7 @@ def test_a_replica_that_comes_back_with_other_weights_stays_out() -> None:
         rig.kill("a")
         await rig.clock.advance(5.0)
         assert rig.state("a") is not State.HEALTHY
-        assert "weights is bb" in rig.told(EventKind.EJECTED)[-1].message
+        assert "weights is bb" in rig.events_of(EventKind.EJECTED)[-1].message
         await rig.score()
         assert not rig.replicas["a"].asked
 
@@ -537,7 +541,7 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
         calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(5)]
         await rig.clock.advance(20.0)
         assert not any(call.done() for call in calls)
-        paused = rig.told(EventKind.PAUSED)
+        paused = rig.events_of(EventKind.PAUSED)
         assert (
             len(paused) == 1 and "nothing is dropped" in paused[0].message and "refused" in paused[0].message
         )
@@ -545,7 +549,7 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
         rig.start_error = None
         await rig.clock.advance(10.0)
         assert [(await call)[0].key for call in calls] == [f"row-{seed}-0" for seed in range(5)]
-        assert len(rig.told(EventKind.RESUMED)) == 1 and not rig.pool.metrics().paused
+        assert len(rig.events_of(EventKind.RESUMED)) == 1 and not rig.pool.metrics().paused
         assert 15.0 < rig.pool.metrics().paused_seconds < 30.0
 
     running(test, Rig())
@@ -557,10 +561,10 @@ def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key
             rig.kill(name)
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(50.0)
-        paused = [event.message for event in rig.told(EventKind.PAUSED)]
+        paused = [event.message for event in rig.events_of(EventKind.PAUSED)]
         assert len(paused) == 3 and paused[1].startswith("still no answer after 1")
         ends = "the run ends after 60 s of it (teachers.math.outage_seconds)"
-        assert all("a at http://elsewhere" in said and ends in said for said in paused), paused
+        assert all("a at http://elsewhere" in message and ends in message for message in paused), paused
         assert not call.done()
         await rig.clock.advance(20.0)
         with pytest.raises(
@@ -621,7 +625,7 @@ def test_a_server_that_names_a_time_is_not_asked_before_it() -> None:
         await rig.clock.advance(2.0)
         calls = [asyncio.create_task(rig.pool.score(random_items(1))) for _ in range(4)]
         await asyncio.gather(*calls)
-        assert len(first.asked) > 1 and rig.pool.width == 2 and not rig.told(EventKind.EJECTED)
+        assert len(first.asked) > 1 and rig.pool.width == 2 and not rig.events_of(EventKind.EJECTED)
 
     running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
@@ -639,12 +643,12 @@ def test_calls_wait_as_long_as_the_only_server_asks_and_no_longer_than_they_may(
         await rig.clock.advance(0.0)
         first = len(replica.asked)
         await rig.clock.advance(waited - 0.5)
-        paused = rig.told(EventKind.PAUSED)[0]
+        paused = rig.events_of(EventKind.PAUSED)[0]
         assert len(replica.asked) == first >= 1
         assert "a at http://elsewhere resting ((429) slowly)" in paused.message
         replica.now = well
         await rig.clock.advance(3.0)
-        assert all(call.done() for call in calls) and len(rig.told(EventKind.RESUMED)) == 1
+        assert all(call.done() for call in calls) and len(rig.events_of(EventKind.RESUMED)) == 1
 
     running(test, Rig("a", external=True, options=replace(OPTIONS, outage_most=most)))
 
@@ -684,15 +688,15 @@ def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
             rig.kill(name)
         late = asyncio.create_task(rig.pool.score(random_items(1, 1)))
         await rig.clock.advance(5.0)
-        assert len(rig.told(EventKind.PAUSED)) == 1
+        assert len(rig.events_of(EventKind.PAUSED)) == 1
         arrived.set_result(None)
         await rig.clock.advance(5.0)
         assert early.done() and not late.done()
-        assert not rig.told(EventKind.RESUMED) and rig.pool.metrics().paused
+        assert not rig.events_of(EventKind.RESUMED) and rig.pool.metrics().paused
         rig.start_error = None
         await rig.clock.advance(10.0)
         assert (await late)[0].key == "row-1-0"
-        assert len(rig.told(EventKind.PAUSED)) == len(rig.told(EventKind.RESUMED)) == 1
+        assert len(rig.events_of(EventKind.PAUSED)) == len(rig.events_of(EventKind.RESUMED)) == 1
 
     running(test, Rig())
 
@@ -720,7 +724,7 @@ def test_one_failure_after_an_outage_is_a_retry_and_not_another_outage() -> None
         rig.fresh, rig.start_error = fresh, None
         await rig.clock.advance(10.0)
         assert all(call.done() for call in calls)
-        assert len(rig.told(EventKind.PAUSED)) == len(rig.told(EventKind.RESUMED)) == 1
+        assert len(rig.events_of(EventKind.PAUSED)) == len(rig.events_of(EventKind.RESUMED)) == 1
 
     running(test, Rig("a"))
 
@@ -746,7 +750,9 @@ def test_a_lone_external_replica_is_never_ejected() -> None:
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(15.0)
         assert (
-            rig.state("a") is State.SUSPECT and not rig.told(EventKind.EJECTED) and rig.told(EventKind.PAUSED)
+            rig.state("a") is State.SUSPECT
+            and not rig.events_of(EventKind.EJECTED)
+            and rig.events_of(EventKind.PAUSED)
         )
         rig.replicas["a"].now = well
         await rig.clock.advance(3.0)
@@ -763,7 +769,7 @@ def test_an_external_replica_returns_after_a_probe_without_a_launcher() -> None:
         assert rig.state("a") is State.EJECTED
         rig.replicas["a"].now, rig.replicas["a"].probe_error = well, None
         await rig.clock.advance(3.0)
-        assert rig.state("a") is State.HEALTHY and rig.told(EventKind.READMITTED)
+        assert rig.state("a") is State.HEALTHY and rig.events_of(EventKind.READMITTED)
 
     running(test, Rig(external=True))
 
@@ -905,7 +911,7 @@ def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() 
         assert rig.state("a") is State.SUSPECT
         await rig.pool.change_version(1, deliver)
         await settle()
-        assert rig.state("a") is rig.state("b") is State.HEALTHY and not rig.told(EventKind.EJECTED)
+        assert rig.state("a") is rig.state("b") is State.HEALTHY and not rig.events_of(EventKind.EJECTED)
 
     running(test, Rig())
 
@@ -932,8 +938,8 @@ def test_a_leaving_replica_finishes_what_it_has() -> None:
 
 
 def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
-    async def run(rig: Rig, told: str) -> None:
-        with pytest.raises(Exception, match=told):
+    async def run(rig: Rig, message: str) -> None:
+        with pytest.raises(Exception, match=message):
             await rig.pool.start()
         assert sorted(rig.stops) == ["a", "b"]
 
@@ -1008,8 +1014,8 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
         await rig.pool.close()
 
     async def of_others() -> None:
-        told = r"ConnectTimeout; start its server at http://elsewhere, or name another one in teachers\.math\.urls"
-        with pytest.raises(TeacherUnavailable, match=told):
+        message = r"ConnectTimeout; start its server at http://elsewhere, or name another one in teachers\.math\.urls"
+        with pytest.raises(TeacherUnavailable, match=message):
             await (await start(Rig("a", external=True)))
 
     for case in (tolerant, died, of_others):

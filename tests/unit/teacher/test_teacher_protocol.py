@@ -118,7 +118,7 @@ def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "told"),
+    ("positions", "message"),
     [
         ([0, 1], "position 0"),
         ([2, 2], "position 2"),
@@ -127,9 +127,9 @@ def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
         ([-1], "position -1"),
     ],
 )
-def test_positions_that_cannot_be_scored_are_refused_by_name(positions: list[int], told: str) -> None:
+def test_positions_that_cannot_be_scored_are_refused_by_name(positions: list[int], message: str) -> None:
     item = ScoreItem("row-9", np.arange(4, dtype=np.int32), np.array(positions, np.int32), Signal.SAMPLED)
-    with pytest.raises(TeacherError, match=f"row-9.*{told}"):
+    with pytest.raises(TeacherError, match=f"row-9.*{message}"):
         request_of([item])
 
 
@@ -150,7 +150,7 @@ def with_prefix(frame: bytes, **changes: int | bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"magic": b"HTTP"}, "starts with"),
         ({"version": 2}, "version 2"),
@@ -161,9 +161,9 @@ def with_prefix(frame: bytes, **changes: int | bytes) -> bytes:
         ({"body": 4}, "promises"),
     ],
 )
-def test_a_wrong_prefix_is_refused_with_the_reason(changes: dict[str, int | bytes], told: str) -> None:
+def test_a_wrong_prefix_is_refused_with_the_reason(changes: dict[str, int | bytes], message: str) -> None:
     frame = encode_request(request_of(mixed_items()))
-    with pytest.raises(ProtocolError, match=told):
+    with pytest.raises(ProtocolError, match=message):
         decode_request(with_prefix(frame, **changes))
 
 
@@ -175,7 +175,7 @@ def forged(header: bytes, body: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("header", "body", "told"),
+    ("header", "body", "message"),
     [
         (b"not json", b"", "unreadable"),
         (b"[" * 100_000, b"", "unreadable"),
@@ -191,8 +191,8 @@ def forged(header: bytes, body: bytes = b"") -> bytes:
         (b'{"keys":[],"signals":[],"k":[]}', b"\0" * 4, "left over"),
     ],
 )
-def test_a_forged_header_or_body_is_refused_with_the_reason(header: bytes, body: bytes, told: str) -> None:
-    with pytest.raises(ProtocolError, match=told):
+def test_a_forged_header_or_body_is_refused_with_the_reason(header: bytes, body: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
         decode_request(forged(header, body))
 
 

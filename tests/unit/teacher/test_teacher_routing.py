@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from teacher_rig import random_items, write_tokenizer
 
-from understudy.assembly.prompt_facts import mixed_teachers
+from understudy.assembly.teachers.student_facts import mixed_teachers
 from understudy.errors import TeacherError
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool.integrity import (

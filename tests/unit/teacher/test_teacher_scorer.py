@@ -40,6 +40,7 @@ from understudy.teacher.scoring.shared_prefixes import (
     saved_tokens,
     split_to_budget,
 )
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
@@ -146,7 +147,7 @@ def test_sliding_windows_are_kept_when_packing(tmp_path: Path) -> None:
     )
     scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(layout=ScoringLayout.PACKED))
     assert "sliding_attention" in scorer.frozen.config.layer_types
-    scorer.warm_up()
+    warm_up(scorer)
     items = samples_of_prompts()
     assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
 
@@ -155,11 +156,11 @@ def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) 
     torch.manual_seed(0)
     FAMILIES["softcap"]().save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
-    scorer.warm_up()
+    warm_up(scorer)
     assert scorer.body.layout is ScoringLayout.PADDED
     insisting = Scorer("t", load_frozen(str(tmp_path)), ScorerOptions(layout=ScoringLayout.PACKED))
     with pytest.raises(TeacherError, match="cannot be scored packed"):
-        insisting.warm_up()
+        warm_up(insisting)
 
 
 def test_prefix_groups_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
@@ -245,7 +246,7 @@ def test_families_that_change_their_logits(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     FAMILIES[family]().save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
-    scorer.warm_up()
+    warm_up(scorer)
     items = random_items(4, 1, Signal.TOPK, 6)
     assert_same_as_plain(tmp_path, items, scorer.score(request_of(items)).split(), atol=3e-4)
 
@@ -256,7 +257,7 @@ def test_warm_up_refuses_a_head_it_does_not_understand(tmp_path: Path) -> None:
     scorer = Scorer("t", load_frozen(str(tmp_path)))
     scorer.head = Head(scorer.head.weight_VH)  # as if `logits_scaling` were not known here
     with pytest.raises(TeacherError, match="differ from the model's own forward"):
-        scorer.warm_up()
+        warm_up(scorer)
 
 
 def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
     for tensor in frozen.model.state_dict().values():
         tensor.zero_()
     with pytest.raises(TeacherError, match=r"same probability.*−ln V"):
-        Scorer("t", frozen).warm_up()
+        warm_up(Scorer("t", frozen))
 
 
 def test_scores_depend_on_the_request_alone(qwen3: Path) -> None:

@@ -18,6 +18,7 @@ from understudy.teacher.scoring.head import head_of, score_rows
 from understudy.teacher.scoring.head_kernel import VocabularyShard, WholeVocabulary
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -47,7 +48,7 @@ def test_scores_are_those_of_a_softmax_over_the_usable_ids(
 ) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "model")))
     scorer = Scorer("math", frozen, usable=None if asked else USABLE)
-    scorer.warm_up()
+    warm_up(scorer)
     items = items_of(signal, k)
     request = request_of(items, USABLE if asked else None)
     for item, got in zip(items, scorer.score(request).split(), strict=True):

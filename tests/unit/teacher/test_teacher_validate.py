@@ -106,10 +106,10 @@ def test_a_lie_about_row_0_is_caught_and_named(lie: str, asked: ScoreRequest, ho
     tell, expected = LIES[lie]
     with pytest.raises(TeacherReplyError, match=expected) as caught:
         check_reply(asked, tell(honest, asked), ORIGIN)
-    told = str(caught.value)
-    assert told.startswith("teacher math, replica replica-7, row 'row-1-0', position ")
+    message = str(caught.value)
+    assert message.startswith("teacher math, replica replica-7, row 'row-1-0', position ")
     if lie != "shifted by one":
-        assert f"position {position_of(asked, 0, 1)}:" in told
+        assert f"position {position_of(asked, 0, 1)}:" in message
 
 
 def test_a_short_reply_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
@@ -155,16 +155,16 @@ def echoed(tokens: list[str], logprobs: list[float | None], usage: tuple[int, in
 
 
 ECHOED = ScoreItem("row", np.array([1, 5, 6, 7], np.int32), np.array([2, 3], np.int32), Signal.SAMPLED)
-WORDS, LOGPROBS = ["<s>", "a", "b", "c", "d"], [None, -1.0, -2.0, -3.0, -4.0]
+PIECES, LOGPROBS = ["<s>", "a", "b", "c", "d"], [None, -1.0, -2.0, -3.0, -4.0]
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        echoed(WORDS, LOGPROBS),
-        echoed(WORDS, LOGPROBS, None),
-        echoed(WORDS[:4], LOGPROBS[:4]),
-        echoed(WORDS[:4], LOGPROBS[:4], (4, 0)),
+        echoed(PIECES, LOGPROBS),
+        echoed(PIECES, LOGPROBS, None),
+        echoed(PIECES[:4], LOGPROBS[:4]),
+        echoed(PIECES[:4], LOGPROBS[:4], (4, 0)),
     ],
 )
 def test_an_echo_in_place_is_read(body: bytes) -> None:
@@ -172,22 +172,22 @@ def test_an_echo_in_place_is_read(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
-        (echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]], (5, 1)), "counts 5 tokens in a prompt of 4"),
+        (echoed(["<s>", *PIECES], [None, -9.0, *LOGPROBS[1:]], (5, 1)), "counts 5 tokens in a prompt of 4"),
         (
-            echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]]),
+            echoed(["<s>", *PIECES], [None, -9.0, *LOGPROBS[1:]]),
             "6 echoed tokens and 6 logprobs for a prompt of 4",
         ),
-        (echoed(["<s>", *WORDS], [None, -9.0, *LOGPROBS[1:]], None), "6 echoed tokens"),
-        (echoed(WORDS[1:], [None, *LOGPROBS[2:]], (3, 1)), "counts 3 tokens in a prompt of 4"),
-        (echoed(WORDS[1:], [None, *LOGPROBS[2:]], None), "4 echoed tokens and 4 logprobs for a prompt of 4"),
-        (echoed(WORDS[1:], LOGPROBS[1:]), r"null at positions \[\] of the prompt"),
-        (echoed(WORDS, [None, None, -2.0, -3.0, -4.0]), r"null at positions \[0, 1\]"),
-        (echoed(WORDS[1:], LOGPROBS), "4 echoed tokens and 5 logprobs"),
+        (echoed(["<s>", *PIECES], [None, -9.0, *LOGPROBS[1:]], None), "6 echoed tokens"),
+        (echoed(PIECES[1:], [None, *LOGPROBS[2:]], (3, 1)), "counts 3 tokens in a prompt of 4"),
+        (echoed(PIECES[1:], [None, *LOGPROBS[2:]], None), "4 echoed tokens and 4 logprobs for a prompt of 4"),
+        (echoed(PIECES[1:], LOGPROBS[1:]), r"null at positions \[\] of the prompt"),
+        (echoed(PIECES, [None, None, -2.0, -3.0, -4.0]), r"null at positions \[0, 1\]"),
+        (echoed(PIECES[1:], LOGPROBS), "4 echoed tokens and 5 logprobs"),
     ],
 )
-def test_an_echo_as_text_that_is_shifted_by_a_token_is_refused(body: bytes, told: str) -> None:
+def test_an_echo_as_text_that_is_shifted_by_a_token_is_refused(body: bytes, message: str) -> None:
     """Its numbers look valid, and text does not tell which token one belongs to."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         from_echo(body, ECHOED)

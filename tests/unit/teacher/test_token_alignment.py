@@ -16,7 +16,7 @@ from understudy.teacher.token_bytes import TokenBytes
 from understudy.types.scores import NO_CANDIDATE, ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
-WORDS = ["hello world", "the café is open", "naïve 你好 🙂 end", "a  b\n\tc"]
+TEXTS = ["hello world", "the café is open", "naïve 你好 🙂 end", "a  b\n\tc"]
 
 
 @cache
@@ -40,7 +40,7 @@ PIECES = sentencepiece(["hello", "\u2581world", "\u2581", "he", "llo", "h", "e",
 
 
 @pytest.mark.parametrize("tokenizer", [FINE, COARSE, PIECES], ids=["bytes", "byte-level", "sentencepiece"])
-@pytest.mark.parametrize("text", WORDS)
+@pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer: Any, text: str) -> None:
     known = tokens_of(tokenizer)
     ids = known.encode(text)

@@ -276,15 +276,15 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
 
 def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last() -> None:
     async def scenario() -> list[str]:
-        told: list[str] = []
+        events: list[str] = []
 
         async def serve(items: Sequence[int]) -> list[int]:
             try:
                 await asyncio.sleep(0.05 if 3 in items else 60)
             except asyncio.CancelledError:
-                told.append(f"{len(items)} given up")
+                events.append(f"{len(items)} given up")
                 raise
-            told.append(f"{len(items)} answered")
+            events.append(f"{len(items)} answered")
             return list(items)
 
         queue, batcher = CallQueue("score/t", serve, 8, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
@@ -298,7 +298,7 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await asyncio.sleep(0.01)
-        return told
+        return events
 
     assert asyncio.run(scenario()) == ["3 answered", "2 given up"]
 

@@ -29,10 +29,10 @@ async def soon(value: int) -> int:
 
 
 def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
     async def body() -> None:
-        with Interrupts(told.append) as stop:
+        with Interrupts(notes.append) as stop:
             stop.training = True
             assert await stop.waiting(soon(1)) == 1
             asked = asyncio.Event()
@@ -51,7 +51,7 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
         raise ZeroDivisionError
 
     asyncio.run(body())
-    assert len(told) == 1 and told[0].startswith("SIGTERM: finishing this step")
+    assert len(notes) == 1 and notes[0].startswith("SIGTERM: finishing this step")
 
 
 class Stuck:
@@ -128,16 +128,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("deaf", "blocked", "code", "said"),
+    ("deaf", "blocked", "code", "message"),
     [("0.5", "for ever", 130, "children ended"), ("60", "until the signal", 0, "the loop heard it")],
 )
 def test_an_event_loop_that_is_blocked_does_not_hold_the_process(
-    deaf: str, blocked: str, code: int, said: str
+    deaf: str, blocked: str, code: int, message: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DEAF, deaf, blocked], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == code and said in done.stdout, done
+    assert done.returncode == code and message in done.stdout, done
 
 
 def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

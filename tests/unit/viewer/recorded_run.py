@@ -66,21 +66,21 @@ def long_columns(prompt: int = 3000, turns: int = 2, written: int = 1800, tool: 
 
 
 def summary(key: str, columns: dict[str, Any], **more: Any) -> dict[str, Any]:
-    told = {
+    values = {
         "key": key,
         "prompt": f"prompt of {key}",
         "completion": "answer",
         "reward": 1.0,
         "stop_reason": "eos",
     }
-    told |= {
+    values |= {
         "turns": 1,
         "tokens": int(columns["loss_mask"].sum()),
         "teacher": "add",
         "source": "sums",
         "kl": 0.5,
     }
-    return {**told, "oldest": 3, "newest": 3, "why": "sample", "worst": worst_tokens(columns), **more}
+    return {**values, "oldest": 3, "newest": 3, "why": "sample", "worst": worst_tokens(columns), **more}
 
 
 def recorded_run(folder: Path, steps: int = 12, hostile: str = HOSTILE) -> RunDir:
@@ -113,11 +113,11 @@ def recorded_run(folder: Path, steps: int = 12, hostile: str = HOSTILE) -> RunDi
             for n in range(3)
         ]
         rows[0]["completion"] = f"needle{step} {hostile}"
-        told = [
+        dumped = [
             {key: value for key, value in row.items() if key not in ("worst", "why", "source")}
             for row in rows
         ]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in told)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dumped)
         (run.rollouts / f"{step:06d}.jsonl").write_text(text)
     keeper = RowKeeper(run.path / FOLDER_NAME, 1 << 20)
     for step in (1, steps):

@@ -29,7 +29,7 @@ def test_it_has_everything_the_page_shows(view: RunView) -> None:
     assert summary["status"] == "finished" and summary["steps"] == summary["of_steps"] > 50
     assert view.held_out()["table"] and view.worst(None) and view.timeline(None, None)["spans"]
     asked = {
-        "words": {"kind": "kept"},
+        "labels": {"kind": "kept"},
         "ranges": {},
         "text": "",
         "sort": "kl",
@@ -64,8 +64,8 @@ def test_a_healthy_recorded_run_gets_no_warning(view: RunView) -> None:
 def test_answers_of_student_and_teachers_are_the_measured_ones(view: RunView) -> None:
     lines = [json.loads(line) for line in RUN.samples.read_text().splitlines()]
     for entry in view.held_out()["table"]:
-        told = {"student": entry["after"], f"teacher {entry['source']}": entry["teacher"]}
-        for model, measured in told.items():
+        expected = {"student": entry["after"], f"teacher {entry['source']}": entry["teacher"]}
+        for model, measured in expected.items():
             mine = [one for one in lines if one["model"] == model and one["source"] == entry["source"]]
             last = [one["reward"] for one in mine if one["step"] == max(one["step"] for one in mine)]
             assert sum(last) / len(last) == pytest.approx(measured, abs=1e-4)

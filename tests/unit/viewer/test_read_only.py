@@ -26,7 +26,7 @@ view = RunView(RunDir.open(path))
 while view.look():
     pass
 asked = {"ranges": {}, "text": "", "sort": "kl", "descending": True, "offset": 0, "limit": 9}
-found = {kind: view.rows(words={"kind": kind}, **asked)["rows"] for kind in ("journal", "kept", "dump", "held-out")}
+found = {kind: view.rows(labels={"kind": kind}, **asked)["rows"] for kind in ("journal", "kept", "dump", "held-out")}
 tokens = len(view.row(found["journal"][0]["id"])["tokens"])
 assert main(["doctor", str(path)]) == 0
 print(json.dumps([view.status(), {kind: len(rows) for kind, rows in found.items()}, tokens]))
@@ -40,12 +40,12 @@ def _on_read_only_disk(run: Path, shown: Path) -> list[object]:
     apart = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*apart, mount], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets no user mount")
-    told = subprocess.run(
+    done = subprocess.run(
         [*apart, f'{mount} && exec "$0" "$@"', sys.executable, "-c", _LOOK, str(shown)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    return list(json.loads(told.stdout.splitlines()[-1]))
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_a_run_is_read_from_a_read_only_disk(tmp_path: Path) -> None:

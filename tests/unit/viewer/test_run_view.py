@@ -30,7 +30,7 @@ def opened(run: RunDir) -> RunView:
 
 def rows(view: RunView, **changes: Any) -> dict[str, Any]:
     asked = {
-        "words": {},
+        "labels": {},
         "ranges": {},
         "text": "",
         "sort": "step",
@@ -76,7 +76,7 @@ def test_rows_sort_filter_and_search(view: RunView) -> None:
     everything = rows(view)
     assert everything["total"] == 6 * 3 + 4 + 2
     assert everything["choices"]["kind"] == ["dump", "held-out", "kept"]
-    by_kl = [row["kl"] for row in rows(view, words={"kind": "kept"}, sort="kl")["rows"]]
+    by_kl = [row["kl"] for row in rows(view, labels={"kind": "kept"}, sort="kl")["rows"]]
     assert by_kl == [1.5, 1.5, 0.5, 0.5]
     assert {row["step"] for row in rows(view, ranges={"step": (3, 5)})["rows"]} == {4}
     (found,) = rows(view, text="NEEDLE8")["rows"]
@@ -102,14 +102,14 @@ def test_a_kept_row_shows_what_the_teacher_wanted(view: RunView) -> None:
 
 
 def test_text_alone_has_no_tokens(view: RunView) -> None:
-    (row,) = rows(view, words={"kind": "dump"}, text="needle2", limit=1)["rows"][:1]
+    (row,) = rows(view, labels={"kind": "dump"}, text="needle2", limit=1)["rows"][:1]
     found = view.row(row["id"])
     assert "tokens" in found and "pieces" not in found and found["completion"].endswith(HOSTILE)
     assert view.candidates(row["id"], 0, 5) == []
 
 
 def test_the_same_prompt_elsewhere(view: RunView) -> None:
-    row = view.row(rows(view, words={"kind": "kept"}, sort="kl")["rows"][0]["id"])
+    row = view.row(rows(view, labels={"kind": "kept"}, sort="kl")["rows"][0]["id"])
     assert {one["kind"] for one in view.same_prompt(row["prompt_sum"])} == {"kept", "dump"}
 
 
@@ -145,7 +145,7 @@ def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_pat
     assert (
         view.summary()["status"] == "killed" and "understudy resume" in view.summary()["commands"]["resume"]
     )
-    found = rows(view, words={"kind": "journal"})
+    found = rows(view, labels={"kind": "journal"})
     assert found["total"] == 5 and found["rows"][0]["source"] == "sums" and found["rows"][0]["newest"] == 3
     row = view.row(found["rows"][0]["id"])
     assert row["measures"]["gap"][1] == pytest.approx(7.5, abs=1e-3)
@@ -227,10 +227,10 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     assert opened(run).status() == "running"
     write_waits(run)
     assert main(["doctor", str(run.path)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     # It was 1 s when the entry was written; a slow machine may take seconds to read it.
     assert re.search(
-        rf"running as process {os.getpid()} on another-machine; last progress [1-9]\d* s ago", told
+        rf"running as process {os.getpid()} on another-machine; last progress [1-9]\d* s ago", output
     )
     write_waits(run, seconds_ago=60)
     assert main(["doctor", str(run.path)]) == 0
@@ -258,9 +258,9 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     run.waits.write_text(json.dumps(entry))
     assert opened(run).status() == "killed"
     assert main(["doctor", str(run.path)]) == 0
-    said = capsys.readouterr().out
-    assert "ended (its process is gone" in said and "running as" not in said
-    assert said.index("its last report, of ") < said.index("1 replica healthy")
+    output = capsys.readouterr().out
+    assert "ended (its process is gone" in output and "running as" not in output
+    assert output.index("its last report, of ") < output.index("1 replica healthy")
 
 
 def test_one_look_can_read_everything(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def test_every_place_gives_the_same_advice(tmp_path: Path, capsys: pytest.Captur
     text = write_report(run).read_text(encoding="utf-8")
     found = re.search(r'<script type="application/json" id="frozen">(.*?)</script>', text, re.S)
     assert found is not None and json.loads(found[1])["advisories"] == json.loads(json.dumps(page))
-    said = [f"{one['sentence']} ({one['evidence']}). {one['turn']}" for one in page]
+    sentences = [f"{one['sentence']} ({one['evidence']}). {one['turn']}" for one in page]
     assert main(["doctor", str(run.path)]) == 0
     doctor = capsys.readouterr().out
     finish(RunOutcome(run.path, 12, lines))
     trained = capsys.readouterr().out
-    for sentence in said:
+    for sentence in sentences:
         assert sentence in doctor and sentence in trained, sentence

@@ -42,17 +42,17 @@ from understudy.serving.server import serve
 from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.messages import (
     PATH,
+    refusal_as_json,
+    result_as_json,
     sizes,
     state_from,
     state_tensors,
-    told_of_refusal,
-    told_of_result,
 )
 
 log = logging.getLogger("understudy.assembly.processes.critic")
 _LARGEST_COMMAND = 1 << 35
 """The byte limit of a command: a batch, or a part of a state, which may be one large tensor."""
-Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Answer = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 class CriticCommands:
@@ -78,7 +78,7 @@ class CriticCommands:
             answer, found = self._refusal(error), {}
         return pack({**answer, "step": self._critic.policy.step}, found)
 
-    def _execute(self, head: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Told:
+    def _execute(self, head: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Answer:
         critic = self._critic
         match head["do"]:
             case "values":
@@ -90,7 +90,7 @@ class CriticCommands:
                 result = critic.update(
                     batch_from(head["batch"], tensors), weights, head["max_tokens"], head["ends_step"]
                 )
-                return {"result": told_of_result(result)}, {}
+                return {"result": result_as_json(result)}, {}
             case "skip_step":
                 critic.skip_step()
             case "state":
@@ -109,7 +109,7 @@ class CriticCommands:
         return {}, {}
 
     def _refusal(self, error: UnderstudyError | torch.OutOfMemoryError) -> dict[str, Any]:
-        answer: dict[str, Any] = {"refused": told_of_refusal(error), "untouched": self._critic.untouched}
+        answer: dict[str, Any] = {"refused": refusal_as_json(error), "untouched": self._critic.untouched}
         if self._refused is not None:
             answer["rows"] = {"keys": list(self._refused.rows.keys), "reason": self._refused.reason}
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():

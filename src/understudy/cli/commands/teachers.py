@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from understudy.assembly.teacher_admin import ask_run
+    from understudy.assembly.teachers.admin import ask_run
 
     request: dict[str, Any] = {"do": options.do or "list"}
     request |= {
@@ -66,8 +66,8 @@ def _table(teachers: dict[str, Any]) -> Table:
         "restarts",
         "p95",
     ):
-        words = column in ("teacher", "replica", "state")
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+        is_text = column in ("teacher", "replica", "state")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for teacher, replicas in teachers.items():
         for one in replicas:
             table.add_row(

@@ -86,9 +86,9 @@ def _hint(kind: KeyType, where: str, came: Any) -> str:
     """The value that the user most likely meant, if it can be guessed."""
     if kind.items is not None and not isinstance(came, list | dict):
         item = kind_of(kind.items)
-        meant = right_value(where, came, item.choices) if item.choices else came
+        value = right_value(where, came, item.choices) if item.choices else came
         fits = isinstance(came, str) if item.choices else type(came) in item.arms
-        return f"; write {where} = [{_toml(meant)}]" if fits and meant is not None else ""
+        return f"; write {where} = [{_toml(value)}]" if fits and value is not None else ""
     if kind.choices:
         guess = right_value(where, came, kind.choices)
         return f"; did you mean {guess!r}?" if guess else ""

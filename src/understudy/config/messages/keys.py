@@ -124,8 +124,8 @@ def _described(kind: KeyType, where: str) -> str:
 
 
 def one_of(choices: Sequence[Any]) -> str:
-    words = [repr(choice) for choice in choices]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    names = [repr(choice) for choice in choices]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _bounds(bounds: Sequence[Any]) -> str:
@@ -135,6 +135,6 @@ def _bounds(bounds: Sequence[Any]) -> str:
         for name in ("ge", "gt", "le", "lt")
         if getattr(bound, name, None) is not None
     }
-    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-    told = [f"{words[name]} {limit}" for name, limit in limits.items()]
-    return f" {' and '.join(told)}" if told else ""
+    phrases = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    parts = [f"{phrases[name]} {limit}" for name, limit in limits.items()]
+    return f" {' and '.join(parts)}" if parts else ""

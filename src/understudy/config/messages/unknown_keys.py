@@ -51,9 +51,9 @@ def _answer(model: type[BaseModel], place: Sequence[str]) -> str | None:
         return f"did you mean `{'.'.join([*place[:-1], here[_plain(path[-1])]])}`?"
     for start in range(len(path)):
         ending = ".".join(path[start:])
-        told = next((text for name, text in KEYS.items() if _matches(name, ending)), None)
-        if told is not None:
-            return _worded(told, place)
+        answer = next((text for name, text in KEYS.items() if _matches(name, ending)), None)
+        if answer is not None:
+            return _worded(answer, place)
         if start and ending in paths:
             return f"it is `{ending}` here"
     elsewhere = [name for name in paths if name.rpartition(".")[2] == path[-1]]
@@ -69,8 +69,8 @@ def _answer(model: type[BaseModel], place: Sequence[str]) -> str | None:
         return f"did you mean `{'.'.join([*place[:-1], typo])}`?"
     if path[0] in FAMILIES:
         return _worded(FAMILIES[path[0]], place)
-    words = {word for word in path[-1].split("_") if len(word) > 2} - _SAY_LITTLE
-    like = [name for name in known if words & set(name.split("_"))]
+    parts = {word for word in path[-1].split("_") if len(word) > 2} - _SAY_LITTLE
+    like = [name for name in known if parts & set(name.split("_"))]
     if like:
         names = ", ".join(f"`{'.'.join([*place[:-1], name])}`" for name in like[:_OFFERED])
         return f"keys like it: {names}; {_listed(place)}"
@@ -94,9 +94,9 @@ def _matches(name: str, ending: str) -> bool:
     return re.fullmatch(re.escape(name).replace(r"\*", r"[^.]+"), ending) is not None
 
 
-def _worded(told: str, place: Sequence[str]) -> str:
+def _worded(answer: str, place: Sequence[str]) -> str:
     """Turns a bare key into a sentence; NAME becomes the teacher's own name if the user wrote one."""
-    sentence = told if " " in told else f"it is `{told}` here"
+    sentence = answer if " " in answer else f"it is `{answer}` here"
     if len(place) > 2 and place[0] == "teachers":
         sentence = sentence.replace(f"teachers.{NAME}", f"teachers.{place[1]}")
     return sentence

@@ -82,8 +82,8 @@ def connect(file: Path) -> sqlite3.Connection:
         found = read_meta(connection, "format", -1)
     except sqlite3.DatabaseError as error:
         connection.close()
-        told = "" if "not a database" in str(error) else "; free space or mend the disk, then resume"
-        raise DataPlaneError(f"{file} cannot be opened as a journal: {error}{told}") from None
+        advice = "" if "not a database" in str(error) else "; free space or mend the disk, then resume"
+        raise DataPlaneError(f"{file} cannot be opened as a journal: {error}{advice}") from None
     if found != FORMAT:
         connection.close()
         raise DataPlaneError(f"{file} has journal format {found}; this version reads format {FORMAT}")

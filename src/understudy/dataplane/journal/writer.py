@@ -187,12 +187,12 @@ class Writer:
             insert_many(cursor, schema.INSERT_SPILLS, 2, spills)
         bare: list[Any] = []
         detailed: list[Any] = []
-        for (kind, part, step, told), keys in batch.facts.items():
+        for (kind, part, step, detail), keys in batch.facts.items():
             names = _as_json(keys)
-            if told is None:
+            if detail is None:
                 bare += (kind, 1, part, step, names)
             else:
-                detailed += (kind, 1, part, step, names, told)
+                detailed += (kind, 1, part, step, names, detail)
         if bare:
             insert_many(cursor, schema.INSERT_EVENTS, 5, bare)
         if detailed:

@@ -188,9 +188,9 @@ def framed(rows: Mapping[str, Columns]) -> Frames:
 
 def checked_tags(tags: Tags | None) -> Tags:
     """Raise now for tags that JSON cannot encode, instead of in a commit that carries other rows too."""
-    for key, told in (tags or {}).items():
-        if not is_plain(told):
-            encode(f"tags of {key}", dict(told))
+    for key, row_tags in (tags or {}).items():
+        if not is_plain(row_tags):
+            encode(f"tags of {key}", dict(row_tags))
     return tags or {}
 
 

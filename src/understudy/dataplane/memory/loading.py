@@ -122,7 +122,7 @@ def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
     ended: dict[str, set[str]] = {}
     dead: dict[tuple[str, str], tuple[int, str]] = {}
     steps: dict[int, int] = {}
-    for kind, sign, partition, names, step, told in connection.execute(_ENDS):
+    for kind, sign, partition, names, step, detail in connection.execute(_ENDS):
         keys = json.loads(names)
         settled = ended.setdefault(partition, set())
         if sign > 0:
@@ -132,7 +132,7 @@ def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
         if kind == "trained":
             steps[step] = steps.get(step, 0) + sign * len(keys)
         elif kind == "dead" and sign > 0:
-            dead |= {(partition, key): (step, told) for key in keys}
+            dead |= {(partition, key): (step, detail) for key in keys}
         elif kind == "dead":
             for key in keys:
                 dead.pop((partition, key), None)
@@ -140,5 +140,5 @@ def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
         part = state.partition(partition)
         for key in keys:
             part.settled.add(key)
-    state.dead = [(partition, key, step, told) for (partition, key), (step, told) in dead.items()]
+    state.dead = [(partition, key, step, detail) for (partition, key), (step, detail) in dead.items()]
     state.last_step = max((step for step, net in steps.items() if net > 0), default=0)

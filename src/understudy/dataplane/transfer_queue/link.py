@@ -68,8 +68,8 @@ class QueueAddress:
 
     @staticmethod
     def load(text: str) -> QueueAddress:
-        told = json.loads(text)
-        return QueueAddress(told["controller"], tuple(told["units"]))
+        address = json.loads(text)
+        return QueueAddress(address["controller"], tuple(address["units"]))
 
 
 class QueueLink:
@@ -310,8 +310,8 @@ def _plain(info: ZMQServerInfo) -> dict[str, Any]:
     return {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": dict(info.ports)}
 
 
-def _info(told: Mapping[str, Any]) -> ZMQServerInfo:
-    return ZMQServerInfo(Role(told["role"]), told["id"], told["ip"], dict(told["ports"]))
+def _info(server: Mapping[str, Any]) -> ZMQServerInfo:
+    return ZMQServerInfo(Role(server["role"]), server["id"], server["ip"], dict(server["ports"]))
 
 
 def _nest(cells: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -72,8 +72,8 @@ async def named_by(plane: Any, batch: Any) -> BatchMeta:
         partition = names.partition_of(partition_id)
         keys = await names.keys_of(batch.global_indexes, partition_id)
         fields, tags, extra = batch.field_names, batch.custom_meta, batch.extra_info
-    told = tuple(tags) if len(tags) == len(keys) and any(tags) else ()
-    return BatchMeta(partition, keys, tuple(fields), told, dict(extra))
+    row_tags = tuple(tags) if len(tags) == len(keys) and any(tags) else ()
+    return BatchMeta(partition, keys, tuple(fields), row_tags, dict(extra))
 
 
 async def in_kind(plane: Any, batch: Any, meta: BatchMeta) -> Any:

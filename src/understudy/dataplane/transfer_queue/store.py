@@ -64,8 +64,8 @@ class QueueStore(Store):
 
     def marks(self, rows: Sequence[StoredRow], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """By column: the write id of each row's copy in the queue; only columns with any id are listed."""
-        told = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
-        return {name: marks for name, marks in told.items() if any(marks)}
+        write_ids = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
+        return {name: marks for name, marks in write_ids.items() if any(marks)}
 
     def queue_key(self, row: StoredRow, names: Iterable[str]) -> str:
         """The name of these columns of a row in the queue; raises if they have several."""

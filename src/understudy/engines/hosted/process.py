@@ -2,7 +2,7 @@
 
     bind the port ─> load ─> serve ─> write the ready file
 
-The port is bound first, so that a port in use is said before minutes of loading; it listens only when the engine can
+The port is bound first, so that a port in use is reported before minutes of loading; it listens only when the engine can
 write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: its launcher is gone, and no process
 is left to stop it. What a trainer that is gone too left in the weights folder is removed then, because it lies in memory.
 """

@@ -253,7 +253,7 @@ class WeightDelivery:
             send(group.joined, packed, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
-        # Outside the handler, so that no traceback keeps the group alive: its end tells other members.
+        # Outside the handler, so that no traceback holds a reference to the group: other members detect its end.
         if problem:
             drop(group.joined, order)
             group.joined = None

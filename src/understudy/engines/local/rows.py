@@ -138,7 +138,7 @@ class DecodingRows:
         return 8 * (len(self.rows) - self.alive) >= len(self.rows)
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Between `begin_draw` and `end_draw`: whether any row may get a token after the one being drawn."""
         return bool((self._left_B[self._alive_B] > self._step + 1).any())
 

@@ -298,7 +298,7 @@ class SlotBatch:
         too many, into a slot that is still its own.
         """
         drawn = self.decoding.begin_draw(self._logits_BV)
-        if self._device.type in RUN_AHEAD and self.decoding.goes_on:
+        if self._device.type in RUN_AHEAD and self.decoding.continues:
             self._run_step()
             self._ahead = True
         return self.decoding.end_draw(drawn)

@@ -184,10 +184,10 @@ class GenerationClient(ServerClient):
     def refusal(self, path: str, reply: Reply) -> EngineError:
         kind = RefusedError if reply.status in _REFUSALS else EngineError
         kind = UnreachableError if reply.status == BAD_GATEWAY else kind
-        told = f"{self.name} answered {path} with {reply.status}: {reply.text[:300]}"
+        message = f"{self.name} answered {path} with {reply.status}: {reply.text[:300]}"
         if reply.retry_after is None:
-            return kind(told)
-        busy = BusyError(told)
+            return kind(message)
+        busy = BusyError(message)
         busy.retry_after = reply.retry_after
         return busy
 

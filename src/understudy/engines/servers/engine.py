@@ -353,9 +353,9 @@ class RemoteEngine:
     async def _return_all(self) -> None:
         """After a pause: waits for the answers. Requests that reached a server after it paused get none, or
         one by the new weights; they are cancelled, and asked again under the new weights."""
-        told_at = time.monotonic()
+        paused_at = time.monotonic()
         while self._fetching:
-            left = max(told_at, self._answered_at) + QUIET_S - time.monotonic()
+            left = max(paused_at, self._answered_at) + QUIET_S - time.monotonic()
             if left <= 0:
                 late, self._fetching = self._fetching, set()
                 for request in late:
@@ -385,8 +385,8 @@ class RemoteEngine:
         return False
 
     def _restarting(self) -> bool:
-        """Whether a server is being restarted; raises if none will ever serve again. Only subclasses that own
-        their servers can know."""
+        """Whether a server is being restarted; raises if none will ever serve again. Always false here: this class
+        starts no server."""
         return False
 
     async def close(self) -> None:

@@ -45,9 +45,9 @@ class VLLMSettings:
     """The environment of each replica (CUDA_VISIBLE_DEVICES); one replica per entry."""
 
     def arguments(self) -> list[str]:
-        words = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
-        words += ["--max-batch", str(self.max_batch), "--dtype", self.dtype]
-        return words + [f"--option={option}" for option in self.options]
+        arguments = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
+        arguments += ["--max-batch", str(self.max_batch), "--dtype", self.dtype]
+        return arguments + [f"--option={option}" for option in self.options]
 
 
 class VLLMEngine(RemoteEngine):

@@ -43,21 +43,21 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def command(arguments: argparse.Namespace, socket: str) -> list[str]:
     """The server's command line for the installed version of vLLM."""
-    words = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", socket]
-    words += ["--model", arguments.model, "--served-model-name", arguments.name, "--seed", "0"]
-    words += ["--max-num-seqs", str(arguments.max_batch), "--dtype", arguments.dtype]
+    parts = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", socket]
+    parts += ["--model", arguments.model, "--served-model-name", arguments.name, "--seed", "0"]
+    parts += ["--max-num-seqs", str(arguments.max_batch), "--dtype", arguments.dtype]
     if arguments.max_length is not None:
-        words += ["--max-model-len", str(arguments.max_length)]
+        parts += ["--max-model-len", str(arguments.max_length)]
     if arguments.scores:
         # Prompt logprobs need every position of the forward, so cached prefixes are of no use.
-        words += ["--no-enable-prefix-caching"]
+        parts += ["--no-enable-prefix-caching"]
     else:
-        words += ["--worker-extension-cls", _WORKER]
+        parts += ["--worker-extension-cls", _WORKER]
         # Logprobs of the distribution that is sampled from, not of the raw logits.
-        words += ["--logprobs-mode", "processed_logprobs"]
+        parts += ["--logprobs-mode", "processed_logprobs"]
     if _knows(arguments.python, "enable_scale_out"):  # newer versions need it for the token route
-        words += ["--enable-scale-out"]
-    return words + list(arguments.option)
+        parts += ["--enable-scale-out"]
+    return parts + list(arguments.option)
 
 
 def _knows(python: str, option: str) -> bool:
@@ -79,7 +79,7 @@ def environment(scores: bool) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = process_arguments("understudy.engines.servers.vllm_process", __doc__)
     parser.set_defaults(bind=None)  # then a Unix socket alone
     parser.add_argument("--python", required=True, help="the interpreter of an environment that has vLLM")
@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--scores", action="store_true", help="a teacher: prompt logprobs of fixed weights")
     parser.add_argument("--option", action="append", default=[], help="one more word for vLLM's command line")
-    return process_main(_host, parser.parse_args(words), watches_launcher=True)
+    return process_main(_host, parser.parse_args(argv), watches_launcher=True)
 
 
 def _host(process: Process) -> None:

@@ -107,8 +107,8 @@ class VLLMProxy:
             await asyncio.to_thread(save_file, dict(tensors), file, {"format": "pt"})
             path, body = dialect.load(str(file), version)
             answer = await self._client.request(path, msgspec.json.encode(body))
-            told: Any = msgspec.json.decode(answer.body) if answer.status == 200 else {}
-            if not dialect.loaded(told, version):
+            content: Any = msgspec.json.decode(answer.body) if answer.status == 200 else {}
+            if not dialect.loaded(content, version):
                 raise EngineError(
                     f"vLLM did not load weights version {version} ({answer.status}): {answer.text[:300]}"
                 )

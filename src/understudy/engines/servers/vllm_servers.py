@@ -1,6 +1,6 @@
 """Processes of vLLM servers: how each is started, where it answers, and what it needs on a CPU.
 
-The servers of the student (`vllm.py`) and of teachers (`assembly/teacher_processes.py`) are started here.
+The servers of the student (`vllm.py`) and of teachers (`assembly/teachers/launchers.py`) are started here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class VLLMServers:
         self.launcher, self._token = launcher, token
 
     async def start(self, process: str, arguments: Sequence[str], env: Mapping[str, str]) -> StartedProcess:
-        words, env = list(arguments), dict(env)
+        all_arguments, env = list(arguments), dict(env)
         if self.launcher.is_remote(process):
             # On a remote machine 127.0.0.1 stands for that machine's own address.
-            words += ["--bind", "127.0.0.1:0"]
+            all_arguments += ["--bind", "127.0.0.1:0"]
             # Through the environment: command lines are readable by every user of the machine.
             env["UNDERSTUDY_TOKEN"] = self._token
-        return await self.launcher.start(process, HOST_MODULE, words, env)
+        return await self.launcher.start(process, HOST_MODULE, all_arguments, env)
 
     def endpoint(self, process: str, child: StartedProcess) -> Endpoint:
         if "socket" in child.ready:

@@ -235,8 +235,8 @@ def clamped_or_clipped(facts: RunFacts) -> Iterator[Advisory]:
 
 
 def engine_disagrees(facts: RunFacts) -> Iterator[Advisory]:
-    """`actor/engine_diff` is of every run. It says something of the engine only if each token is drawn from the
-    distribution that the loss reads, by the weights that it trains."""
+    """Every run records `actor/engine_diff`. It measures the engine only if each token is drawn from the distribution
+    that the loss reads, by the weights that it trains."""
     key = "rollout_corr/abs_diff_mean"
     if key not in facts.history.series:
         key = "actor/engine_diff"

@@ -48,7 +48,7 @@ class TracedRows:
         self._last = int(self._place.read_text()) if self._place.exists() else 0
 
     def new(self, last_step: int) -> Iterator[tuple[int, list[RowTrace]]]:
-        """The rows of each step after the last one told, up to `last_step`."""
+        """The rows of each step after the last one sent, up to `last_step`."""
         for step in range(self._last + 1, last_step + 1):
             lines = [record(line) for _, line in GrowingFile(self._rows / f"{step:06d}.jsonl").new_lines()]
             rows = [_trace(line) for line in lines if line is not None]
@@ -87,7 +87,7 @@ class OtlpSpans:
         if self._place.exists():
             self._file.place = int(self._place.read_text())
         self._zero = time.time()
-        """Time of day of the launch, which its first line says."""
+        """Time of day of the launch, from the first line of the file."""
 
     def send_new(self) -> None:
         batch: list[Any] = []

@@ -33,8 +33,10 @@ def memory_lines(recipe: Recipe, processes: list[PlannedProcess], gpu_bytes: int
     lines = [f"{device}: {load / 2**30:,.1f} GiB at most{there}" for device, load in sorted(loads.items())]
     if gpu_bytes and any(load > USABLE * gpu_bytes for load in loads.values()):
         changed = settings_that_fit(recipe, gpu_bytes, gpus)
-        told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
-        lines.append(f"that is too much; set {told}" if told else "that is too much; use more or larger GPUs")
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
+        lines.append(
+            f"that is too much; set {settings}" if settings else "that is too much; use more or larger GPUs"
+        )
     return lines
 
 

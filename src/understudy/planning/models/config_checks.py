@@ -88,9 +88,9 @@ def _is_known(folder: ModelFolder, section: str) -> list[str]:
     kind = folder.config.get("model_type")
     if folder.config.get("auto_map") or (kind and _known_to_transformers(str(kind))):
         return []
-    told = f"has no model type {kind!r}" if kind else "needs model_type in config.json"
+    reason = f"has no model type {kind!r}" if kind else "needs model_type in config.json"
     return [
-        f"{section}.model = {str(folder.path)!r}: transformers {version('transformers')} {told}; upgrade transformers, or choose "
+        f"{section}.model = {str(folder.path)!r}: transformers {version('transformers')} {reason}; upgrade transformers, or choose "
         "another model"
     ]
 

@@ -100,8 +100,8 @@ class ModelFolder:
     @cached_property
     def vocab_size(self) -> int:
         """From config.json; where it leaves that to transformers (Gemma 3), from the embedding or the tokenizer."""
-        if (told := self._text.get("vocab_size")) is not None:
-            return int(told)
+        if (size := self._text.get("vocab_size")) is not None:
+            return int(size)
         rows = [shape[0] for name, shape in self._shapes.items() if name.endswith(_EMBEDDINGS)]
         return rows[0] if rows else max(self.token_ids.values(), default=-1) + 1
 
@@ -207,9 +207,9 @@ class ModelFolder:
     @property
     def has_no_end(self) -> bool:
         """Whether no file names a token that ends a turn, and the tokenizer's class has none of its own."""
-        told = _optional(self.path / "tokenizer_config.json")
-        named = told.get("eos_token") or _optional(self.path / "special_tokens_map.json").get("eos_token")
-        plain = told.get("tokenizer_class") in _PLAIN_TOKENIZERS
+        config = _optional(self.path / "tokenizer_config.json")
+        named = config.get("eos_token") or _optional(self.path / "special_tokens_map.json").get("eos_token")
+        plain = config.get("tokenizer_class") in _PLAIN_TOKENIZERS
         return plain and not named and all(one is None for one in self._generation_ends)
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from understudy.planning.models.folder import ModelFolder
-from understudy.teacher.vocabulary import Vocabulary, differences, told
+from understudy.teacher.vocabulary import Vocabulary, describe_differences, differences
 from understudy.types.usable_ids import UsableIds
 
 _SHOWN = 3
@@ -77,7 +77,7 @@ def pair_problems(student: Side, other: Side) -> list[str]:
     if differing:
         return [
             f"{other.place}: its tokenizer differs from the student's in {len(differing)} of the ids that both have: "
-            f"{told(differing, other.kind)}. Token ids are sent as they are, so an id must be the same token for both: choose a "
+            f"{describe_differences(differing, other.kind)}. Token ids are sent as they are, so an id must be the same token for both: choose a "
             f"{other.kind} of the student's family, or give both one tokenizer"
         ]
     if student.tokens and not student.tokens.keys() & other.tokens.keys():

@@ -1,7 +1,7 @@
 """The weight files of a model folder: their headers, and whether they are complete. Imports no torch.
 
-A download that was cut short, a clone without git-lfs or a copy that forgot a shard is told by `understudy check`, before
-anything is loaded.
+`understudy check` reports a download that was cut short, a clone without git-lfs and a copy without one of its shards,
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def incomplete(folder: Path) -> str | None:
     """Which file of the model is missing, incomplete or a git-lfs pointer, and what to do; None if all are whole."""
     for name in ("tokenizer.json", _INDEX):
         if (folder / name).is_file() and _is_pointer(folder / name):
-            return _told_pointer(name)
+            return _pointer_problem(name)
     try:
         files = weight_files(folder)
     except (ValueError, KeyError, AttributeError):
@@ -52,7 +52,7 @@ def incomplete(folder: Path) -> str | None:
 
 def _cut_short(file: Path) -> str | None:
     if _is_pointer(file):
-        return _told_pointer(file.name)
+        return _pointer_problem(file.name)
     size = file.stat().st_size
     try:
         tensors, begin = _header(file)
@@ -85,5 +85,5 @@ def _is_pointer(file: Path) -> bool:
         return handle.read(len(_POINTER)) == _POINTER
 
 
-def _told_pointer(name: str) -> str:
+def _pointer_problem(name: str) -> str:
     return f"{name} is a git-lfs pointer, not the file itself; run `git lfs pull` in the folder"

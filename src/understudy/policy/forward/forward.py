@@ -142,7 +142,7 @@ def keeps_rows_apart(model: PreTrainedModel) -> bool:
         if not windowed:
             return True
         short, packed = _probe_states(model)
-    # Rounding moves packed states a little; a window that is not handed on leaves them where long windows put them.
+    # Rounding moves packed states a little; without the window they equal those of long windows.
     return packed is not None and bool((packed - short).norm() <= (packed - alone).norm())
 
 

@@ -47,7 +47,14 @@ from understudy.policy.forward.forward import Objective
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.shard import RankGroup, is_about_a_connection
-from understudy.policy.ranks.wire import batch_columns, jagged_columns, name_columns, pack, told_of, unpack
+from understudy.policy.ranks.wire import (
+    batch_columns,
+    batch_of_command,
+    jagged_columns,
+    name_columns,
+    pack,
+    unpack,
+)
 from understudy.policy.step import PolicySettings, StepResult
 from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch_ref import BatchRef, RowSource
@@ -255,9 +262,9 @@ class LeadingPolicy:
         """A command about rows: by name if the ranks can fetch them, else with all their columns."""
         reason = ""
         if batch.meta is not None:
-            told, tensors = name_columns(batch, batch.meta, **others)
+            names, tensors = name_columns(batch, batch.meta, **others)
             try:
-                return self._together({**command, "names": told}, lambda: call(batch), tensors)
+                return self._together({**command, "names": names}, lambda: call(batch), tensors)
             except RowsUnreachable as error:
                 reason = str(error)
         here = batch.from_disk(reason)
@@ -384,7 +391,7 @@ def _execute(
 ) -> None:
     match head["do"]:
         case "update":
-            batch, others = told_of(head, tensors, source)
+            batch, others = batch_of_command(head, tensors, source)
             weights, old = others["weights"], others.get("old_logprobs")
             policy.update(
                 batch, objective, weights, head["max_tokens"], old_logprobs=old, teacher_heads=heads,
@@ -393,7 +400,7 @@ def _execute(
         case "skip_step":
             policy.skip_step()
         case "logprobs":
-            batch, _ = told_of(head, tensors, source)
+            batch, _ = batch_of_command(head, tensors, source)
             policy.logprobs(batch, head["max_tokens"], head["temperature"])
         case "named_weights":
             policy.named_weights()

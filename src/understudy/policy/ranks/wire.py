@@ -133,7 +133,7 @@ def batch_by_names(
     return batch, columns
 
 
-def told_of(
+def batch_of_command(
     head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource | None
 ) -> tuple[BatchRef, dict[str, Jagged]]:
     """The batch of a command, and the columns sent with it."""

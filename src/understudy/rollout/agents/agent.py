@@ -91,7 +91,7 @@ def check_ids(one: Trajectory, sampling: Sampling) -> None:
 
 
 def check_kinds(one: Trajectory) -> None:
-    """Raises `DataError` for a trajectory that says of itself what no trajectory is. Only the row fails."""
+    """Raises `DataError` for a trajectory whose stop reason or origin has no allowed value. Only the row fails."""
     for name, value, allowed in (
         ("stop_reason", one.stop_reason, StopReason),
         ("origin", one.origin, Origin),

@@ -22,7 +22,7 @@ import numpy as np
 
 from understudy.errors import DataError
 from understudy.rollout.agents.agent import LoopContext
-from understudy.rollout.agents.toolcalls import Parse, ToolCall, said_beside
+from understudy.rollout.agents.toolcalls import Parse, ToolCall, text_beside
 from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.render import shown_tools
 from understudy.types.prompt import Prompt
@@ -53,7 +53,7 @@ class Answer:
 @dataclass(slots=True)
 class _Conversation:
     transcript: Transcript
-    said: list[Message]
+    messages: list[Message]
     """All messages so far, with the student's answers as they were returned to the agent."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """The schemas that its prompt showed."""
@@ -94,7 +94,7 @@ class Conversations:
             )
         transcript.observe(new)
         # Recorded before the generation: the transcript holds these messages even if the generation fails.
-        conversation.said = list(messages)
+        conversation.messages = list(messages)
         sampling = self.context.sampling_after(len(transcript), transcript.generated)
         if max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max_new_tokens))
@@ -104,13 +104,16 @@ class Conversations:
         text = self.context.renderer.decode(generation.tokens)
         conversation.ended = generation.stop_reason is StopReason.EOS
         calls = parse(text) if parse is not None else []
-        content = said_beside(text, calls) if parse is not None else text
+        content = text_beside(text, calls) if parse is not None else text
         good = [call for call in calls if isinstance(call, ToolCall)]
-        told = tuple(_told(f"call-{turn}-{index}", call) for index, call in enumerate(good))
-        self._call_ids.update(one["id"] for one in told)
-        said = {"role": "assistant", "content": content}
-        conversation.said = [*messages, said if parse is None else {**said, "tool_calls": told}]
-        return Answer(text, content, told, generation.stop_reason, before, len(generation.tokens))
+        tool_calls = tuple(_call_message(f"call-{turn}-{index}", call) for index, call in enumerate(good))
+        self._call_ids.update(one["id"] for one in tool_calls)
+        message = {"role": "assistant", "content": content}
+        conversation.messages = [
+            *messages,
+            message if parse is None else {**message, "tool_calls": tool_calls},
+        ]
+        return Answer(text, content, tool_calls, generation.stop_reason, before, len(generation.tokens))
 
     def finish(
         self, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
@@ -127,12 +130,12 @@ class Conversations:
         """The conversation that these messages extend, and the tokens of the new messages; None if there is
         none."""
         for conversation in reversed(self._all):
-            known = len(conversation.said)
+            known = len(conversation.messages)
             news = messages[known:]
             if (
                 news
                 and all(message["role"] != "assistant" for message in news)
-                and all(map(self._same, conversation.said, messages[:known]))
+                and all(map(self._same, conversation.messages, messages[:known]))
             ):
                 new = self.context.renderer.after_turn(
                     self.prompt.key, news, ended=conversation.ended, tools=conversation.tools
@@ -171,7 +174,7 @@ def _content(message: Message) -> Any:
     return content.strip() if isinstance(content, str) else content
 
 
-def _told(name: str, call: ToolCall) -> Message:
+def _call_message(name: str, call: ToolCall) -> Message:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": name, "type": "function", "function": function}
 

@@ -86,8 +86,12 @@ class OpenEnvLoop:
                     break
                 seen = await self._ask(socket, "step", {self._action: answer.text})
                 rewards.append(seen["reward"])
-                said = {"role": "assistant", "content": answer.text}
-                messages = [*messages, said, {"role": "user", "content": self._observed(seen["observation"])}]
+                reply = {"role": "assistant", "content": answer.text}
+                messages = [
+                    *messages,
+                    reply,
+                    {"role": "user", "content": self._observed(seen["observation"])},
+                ]
             await socket.send_json({"type": "close"})
         finally:
             await socket.close()
@@ -135,19 +139,19 @@ class OpenEnvLoop:
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise DataError(f"the environment at {self._shown} closed the session at `{kind}`")
         answer = json.loads(message.data)
-        told = answer.get("data") or {}
+        content = answer.get("data") or {}
         if answer.get("type") == "error":
-            if told.get("code") == _FULL:
+            if content.get("code") == _FULL:
                 raise _Full
             raise DataError(
-                f"the environment at {self._shown} refused `{kind}`: {told.get('message', 'no reason given')} "
-                f"({told.get('code', 'no code')})"
+                f"the environment at {self._shown} refused `{kind}`: {content.get('message', 'no reason given')} "
+                f"({content.get('code', 'no code')})"
             )
-        reward = told.get("reward")
+        reward = content.get("reward")
         return {
-            "observation": told.get("observation") or {},
+            "observation": content.get("observation") or {},
             "reward": 0.0 if reward is None else float(reward),
-            "done": bool(told.get("done")),
+            "done": bool(content.get("done")),
         }
 
     def _first(self, prompt: Prompt, seen: Mapping[str, Any]) -> list[Mapping[str, Any]]:

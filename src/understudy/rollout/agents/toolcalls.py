@@ -120,7 +120,7 @@ def _split_objects(body: str) -> Iterable[str]:
             at += 1
 
 
-def said_beside(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
+def text_beside(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
     """The content of the student's message: the text before its tool calls, which have their own field, or
     all of it."""
     if not any(isinstance(call, ToolCall) for call in calls):

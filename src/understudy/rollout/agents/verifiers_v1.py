@@ -119,8 +119,8 @@ class VerifiersV1Loop:
             raise session.failure
         if not episode.ok and not session.full:
             errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-            words = "; ".join(f"{one.type}: {one.message}" for one in errors) or "no reason given"
-            raise DataError(f"{context.row_key()}: the environment ended with {words}")
+            reason = "; ".join(f"{one.type}: {one.message}" for one in errors) or "no reason given"
+            raise DataError(f"{context.row_key()}: the environment ended with {reason}")
         rewards = [float(trace.reward) for trace in episode.traces]
         metrics = {
             f"env/{name}": float(value)

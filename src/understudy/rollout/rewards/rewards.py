@@ -95,11 +95,11 @@ class Rewards:
         text = self._renderer.decode(last_turn(trajectory))
         total, metrics, feedback = 0.0, dict(trajectory.metrics), []
         for reward in self._rewards:
-            score, more, said = await self._ask(
+            score, more, remark = await self._ask(
                 reward, row, trajectory if reward.wants_trajectory else text, trajectory.key
             )
             total += reward.weight * score
-            feedback += [said] if said else []
+            feedback += [remark] if remark else []
             metrics[f"reward/{reward.name}"] = score
             metrics.update({f"reward/{reward.name}/{name}": value for name, value in more.items()})
         extra = {**trajectory.extra, FEEDBACK: "\n".join(feedback)} if feedback else trajectory.extra
@@ -134,8 +134,8 @@ class Rewards:
             raise DataError(
                 f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"
             ) from error
-        said = result.get(FEEDBACK) if isinstance(result, Mapping) else None
-        return *_numbers(result, reward.name, key), said if isinstance(said, str) else ""
+        remark = result.get(FEEDBACK) if isinstance(result, Mapping) else None
+        return *_numbers(result, reward.name, key), remark if isinstance(remark, str) else ""
 
 
 def _numbers(result: Any, name: str, key: str) -> tuple[float, dict[str, float]]:

@@ -1,7 +1,8 @@
 """The program of a tool's child process: isolates itself, then runs the job from its first line of stdin.
 
 Run as a script by `sandbox.py` with an isolated interpreter. It imports only the standard library, because it
-is started for every piece of code. With `isolation = "namespaces"` the job sees the interpreter, the system
+is started for every piece of code. It is one file, because that interpreter has no path to a second one, and the job
+must not find one either. With `isolation = "namespaces"` the job sees the interpreter, the system
 libraries, the folders it was given (all read-only) and an empty /tmp: no network, no other process, no home,
 no environment.
 

@@ -155,5 +155,5 @@ def namespace_problem() -> str:
         return str(error)
     if probe.returncode == 0:
         return ""
-    words = (probe.stderr + probe.stdout).strip().splitlines()
-    return words[-1] if words else f"exit code {probe.returncode}"
+    lines = (probe.stderr + probe.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {probe.returncode}"

@@ -61,20 +61,20 @@ class FunctionWorkers:
     async def _start(self) -> ToolChild:
         job = {"kind": "serve", "name": self._function, "paths": list(self._paths)}
         child = await start_child(self._sandbox, job, self._paths, cpu_s=None)
-        said = b""
+        output = b""
         try:
             async with asyncio.timeout(_START_S):
-                said = await child.stdout.readline()
-                if said == b'{"ready": true}\n':
+                output = await child.stdout.readline()
+                if output == b'{"ready": true}\n':
                     return child
-                said += await child.stdout.read()
+                output += await child.stdout.read()
         except TimeoutError:
-            said += f"not ready after {_START_S:g} s".encode()
+            output += f"not ready after {_START_S:g} s".encode()
         except BaseException:
             await end_child(self._sandbox, child)
             raise
         await end_child(self._sandbox, child)
-        problem = said.decode(errors="replace").strip() or "it said nothing"
+        problem = output.decode(errors="replace").strip() or "it said nothing"
         raise ConfigError(f'the tool "{self._function}" cannot be started: {problem}')
 
     async def _ask(self, child: ToolChild, arguments: Mapping[str, Any]) -> dict[str, Any] | None:

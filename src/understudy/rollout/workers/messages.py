@@ -202,10 +202,10 @@ def pack_output(one: Trajectory) -> tuple[str, bytes, str]:
         return one.key, b"", f"row {one.key}: {why}; use plain texts, numbers, lists and tables"
 
 
-def unpack_output(key: str, told: bytes, lost: str) -> Trajectory | LostOutput:
+def unpack_output(key: str, body: bytes, lost: str) -> Trajectory | LostOutput:
     if lost:
         return LostOutput(key, lost)
-    found = _trajectories.decode(bytearray(told))
+    found = _trajectories.decode(bytearray(body))
     media = found["media"]
     own = {
         "stop_reason": StopReason(found["stop_reason"]),

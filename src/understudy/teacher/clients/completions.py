@@ -184,9 +184,9 @@ class CompletionsClient:
                 await self._served()
             self._capabilities = await self._find_out()
         if self._capabilities.route is None:
-            told = "; ".join(f"{name}: {why}" for name, why in self._capabilities.missing.items())
+            reasons = "; ".join(f"{name}: {why}" for name, why in self._capabilities.missing.items())
             raise TeacherError(
-                f"{self._channel.name}: this server gives no prompt logprobs for token ids, so it cannot be a teacher ({told})"
+                f"{self._channel.name}: this server gives no prompt logprobs for token ids, so it cannot be a teacher ({reasons})"
             )
         return self._capabilities
 

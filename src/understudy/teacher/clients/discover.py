@@ -89,7 +89,7 @@ def connect_external(
     """For `TeacherPool(connect=…)`: servers of any known kind. Vocabulary and model name are the recipe's.
 
     `k` is the recipe's K, `usable` the ids it uses. With an explicit `backend` nothing is probed for its
-    kind: needed behind a gateway that answers every path alike. `batching` is how servers that do not tell it batch.
+    kind: needed behind a gateway that answers every path alike. `batching`: assumed of servers that do not report how they batch.
     `media`: the run's pictures; `pictures`: how the student reads them. `aligned`: the teacher has another tokenizer.
     """
 

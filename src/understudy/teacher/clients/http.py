@@ -80,18 +80,18 @@ class TeacherChannel(ServerClient):
         return (await self.ask(path, msgspec.json.encode(question), timeout_s=timeout)).body
 
     def refusal(self, path: str, reply: Reply) -> TeacherError:
-        told = f"({reply.status}): {reply.reason}"
+        detail = f"({reply.status}): {reply.reason}"
         if reply.status == MISSING_MEDIA:
-            return MediaMissing(f"{self.name}: {path} {told}")
+            return MediaMissing(f"{self.name}: {path} {detail}")
         # A native replica that could not score a request answers 503 as well.
         if reply.status in NOT_NOW and not reply.has_kind:
-            unserved = NotServing(f"{self.name}: {path} is not served now {told}")
+            unserved = NotServing(f"{self.name}: {path} is not served now {detail}")
             unserved.retry_after = reply.retry_after
             return unserved
         if reply.status not in REFUSALS:
-            return ScoringFailed(f"{self.name}: {path} failed {told}")
+            return ScoringFailed(f"{self.name}: {path} failed {detail}")
         kind = _REFUSED_BY.get(reply.status, RequestRefused)
-        return kind(f"{self.name}: {path} refused {told}")
+        return kind(f"{self.name}: {path} refused {detail}")
 
     async def healthy(self) -> bool:
         return await self.answers(within=5.0)

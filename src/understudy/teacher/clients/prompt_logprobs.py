@@ -194,7 +194,8 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
 
 
 def _check_aligned(echoed: _Echoed, usage: _Usage | None, length: int) -> None:
-    """Of tokens as text only their number tells a reply that is shifted by one, by a server that adds or drops BOS."""
+    """Tokens echoed as text are compared by their number alone: it detects a server that adds or drops BOS, whose scores
+    are shifted by one."""
     repair = "serve it so that prompts of token ids are read as they are, or so that it echoes tokens by id"
     counted = None if usage is None else usage.prompt_tokens
     if counted is not None and counted != length:

@@ -12,7 +12,7 @@ from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.scoring.probe import ProbePicture, is_uniform, probe_items
-from understudy.teacher.vocabulary import Vocabulary, differences, told
+from understudy.teacher.vocabulary import Vocabulary, describe_differences, differences
 from understudy.types.references import ScoreRef
 from understudy.types.scores import Signal
 
@@ -164,7 +164,7 @@ def check_vocabulary(
     """
     if differing := differences(student, teacher, rows):
         raise TeacherError(
-            f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
+            f"teacher {name} and the student do not share a vocabulary: {describe_differences(differing)}. "
             "Token ids are sent as they are, so an id must be the same token for both: use a teacher of the student's family, or set "
             f"teachers.{name}.vocabulary = 'align'"
         )

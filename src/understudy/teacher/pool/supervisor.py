@@ -413,11 +413,11 @@ class ReplicaSupervisor:
 
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
-        said = replica.health.last_reason
-        if self._launcher is not None and (words := self._launcher.end_of_log(replica.name)):
-            said = said if words in said else f"{words}\n{said}"
+        reason = replica.health.last_reason
+        if self._launcher is not None and (end_of_log := self._launcher.end_of_log(replica.name)):
+            reason = reason if end_of_log in reason else f"{end_of_log}\n{reason}"
         times = f"given up after {many(replica.restart_count.in_vain, 'restart')} in a row (cluster.restarts.teacher)"
-        replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
+        replica.given_up = f"{reason}\n(teacher {self.teacher}, replica {replica.name}: {times})"
         replica.health.retire()
         self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.health.last_reason}")
         self._notify()

@@ -23,6 +23,7 @@ from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabular
 from understudy.teacher.scoring.offload import offloaded
 from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.warm_up import warm_up
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import Signal
 
@@ -54,7 +55,7 @@ def build_worker(
         frozen = offloaded(frozen, args.offload, args.device)
     vocabulary = vocabulary_of(args.model, args.revision)
     scorer = _scorer(args, frozen, vocabulary)
-    scorer.warm_up()
+    warm_up(scorer)
     manifest = Manifest(
         teacher=args.name,
         backend="native",

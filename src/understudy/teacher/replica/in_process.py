@@ -10,7 +10,7 @@ of any replica, on a thread of its own, and asked by HTTP. So the pool, its chec
 | `placement` | serves | its launcher |
 |---|---|---|
 | `trainer` | on a loopback socket of its own | `LoraBaseTeacher` |
-| `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teacher_processes.py`) |
+| `engine` | beside the engine's routes (`assembly/processes/scoring_engine.py`) | `EngineTeachers` (`assembly/teachers/launchers.py`) |
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from understudy.teacher.scoring.model import FrozenModel
 
 
 class LoraBaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica over the base must be told; the rest is the student's."""
+    """The settings of a replica over the base; all others are the student's."""
 
     name: str
     batching: str
@@ -50,15 +50,15 @@ class LoraBaseReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def arguments(self, base: FrozenModel) -> list[str]:
         """Those of a replica in a process of its own (`server.py`)."""
-        words = [
+        arguments = [
             "--model", base.path, "--name", self.name, "--dtype", base.dtype, "--device", str(base.device),
             "--batching", self.batching, "--max-batch-tokens", str(self.max_batch_tokens),
         ]  # fmt: skip
         if self.context_length is not None:
-            words += ["--max-length", str(self.context_length)]
+            arguments += ["--max-length", str(self.context_length)]
         if self.revision is not None:
-            words += ["--revision", self.revision]
-        return words
+            arguments += ["--revision", self.revision]
+        return arguments
 
 
 @asynccontextmanager

@@ -28,8 +28,8 @@ from understudy.teacher.protocol import ScoreRequest, decode_request, encode_req
 from understudy.teacher.replica.tensor_parallel import ReplicaRank, shard_head, shard_layers
 from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.head import Head, head_of, to_wire
-from understudy.teacher.scoring.model import FrozenModel
-from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions, plain_scores
+from understudy.teacher.scoring.model import FrozenModel, plain_scores
+from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions
 from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class LockstepScorer(Scorer):
     def close(self) -> None:
         send(b"")
 
-    def _expected(self) -> np.ndarray:
+    def expected(self) -> np.ndarray:
         return self._whole_logprobs
 
 

@@ -2,7 +2,7 @@
 
     bind the port ─> load ─> warm up (score once, prove it) ─> serve ─> write the ready file
 
-The port is bound first, so that a port in use is said before minutes of loading; it listens only when the replica
+The port is bound first, so that a port in use is reported before minutes of loading; it listens only when the replica
 can score. The process ends on SIGTERM after the requests in flight, and at once when the pipe given by
 `--watch-fd` closes: its launcher is gone, and no process is left to stop it.
 """

@@ -1,4 +1,4 @@
-"""Loads a frozen causal LM, its vocabulary and the digest of its weights."""
+"""Loads a frozen causal LM, its vocabulary and the digest of its weights; runs its own forward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
@@ -16,7 +17,10 @@ from understudy.errors import TeacherError
 from understudy.media.processor import PictureReader
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.nn.rotary_border import rotary_border, stated_context
+from understudy.teacher.scoring.probe import probe_family
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
+from understudy.types.scores import ScoreItem
+from understudy.types.usable_ids import UsableIds
 
 _HASHING_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -148,3 +152,20 @@ def vocabulary_of(model: str, revision: str | None = None) -> Vocabulary:
     return Vocabulary(
         tokenizer.get_vocab(), {name: getattr(tokenizer, f"{name}_id", None) for name in SPECIAL}
     )
+
+
+def plain_scores(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
+    """The probe's logprobs by the model's own forward, over the ids that have a token."""
+    vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
+    items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
+    return np.concatenate([plain_logprobs(frozen, item, usable) for item in items])
+
+
+@torch.inference_mode()
+def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | None = None) -> np.ndarray:
+    """The logprobs of one sequence by the model's own forward, including its head."""
+    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
+    logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    if usable is not None:
+        usable.hide_(logits)
+    return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()

@@ -12,8 +12,6 @@ Legend: N sequences, T tokens, P scored positions, B sequences of a micro-batch,
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,20 +19,25 @@ import numpy as np
 import torch
 
 from understudy.errors import TeacherError
-from understudy.nn.grouped_attention import ROUND
 from understudy.nn.short_windows import short_windows
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.teacher.scoring.body import Body, ScoringLayout
 from understudy.teacher.scoring.device_work import Event, event_on, to_host
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
-from understudy.teacher.scoring.model import DTYPES, FrozenModel
+from understudy.teacher.scoring.model import DTYPES, FrozenModel, plain_scores
 from understudy.teacher.scoring.packing import as_slice, ragged_ranges
-from understudy.teacher.scoring.probe import is_uniform, probe_family, probe_item
+from understudy.teacher.scoring.probe import probe_family
+from understudy.teacher.scoring.signal_groups import (
+    GroupScores,
+    SignalGroup,
+    groups_of,
+    in_request_order,
+    named_ids,
+    needed_lengths,
+)
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.usable_ids import UsableIds
-
-log = logging.getLogger(__name__)
 
 TORN = -2
 """The version of a model that was interrupted while it took new weights."""
@@ -57,15 +60,6 @@ class ScorerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """The sequences of a request that ask for the same signal with the same K."""
-
-    signal: Signal
-    k: int
-    rows: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """The scores of one micro-batch, being copied to the host, and their places in the group."""
 
@@ -77,21 +71,11 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """The scores of one group, its positions in request order."""
-
-    sampled: np.ndarray
-    ids: np.ndarray | None
-    logprobs: np.ndarray | None
-    hidden: np.ndarray | None
-
-
-@dataclass(frozen=True, slots=True)
 class QueuedRequest:
     """A request whose work is queued on the device."""
 
     request: ScoreRequest
-    groups: list[_Group]
+    groups: list[SignalGroup]
     parts: list[list[_Part]]
     done: Event
 
@@ -150,7 +134,7 @@ class Scorer:
     @torch.inference_mode()
     def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
         """`between` is called between two parts of a large request, and may begin and finish small ones."""
-        groups = _groups_of(request)
+        groups = groups_of(request)
         events = [self._event()]
         pause = between if self.is_large(request) else None
         parts = [self._queue_group(request, group, events, pause) for group in groups]
@@ -163,7 +147,7 @@ class Scorer:
             self._collect(request, group, parts)
             for group, parts in zip(begun.groups, begun.parts, strict=True)
         ]
-        ids, logprobs, hidden, sampled_P = _in_request_order(request, begun.groups, columns)
+        ids, logprobs, hidden, sampled_P = in_request_order(request, begun.groups, columns)
         return ScoreReply(
             teacher=self.name,
             keys=request.keys,
@@ -205,7 +189,11 @@ class Scorer:
         return event_on(self.frozen.device)
 
     def _queue_group(
-        self, request: ScoreRequest, group: _Group, events: list[Event], between: Callable[[], None] | None
+        self,
+        request: ScoreRequest,
+        group: SignalGroup,
+        events: list[Event],
+        between: Callable[[], None] | None,
     ) -> list[_Part]:
         """`events`: before the first part of the request, and after each that was queued."""
         counts_N = request.position_counts_N.astype(np.int64)
@@ -213,7 +201,7 @@ class Scorer:
         place_N = np.zeros(len(request), dtype=np.int64)
         place_N[group.rows] = exclusive_cumsum(counts_N[group.rows])
         flat_P = request.flat_positions_P
-        lengths_N = _needed_lengths(request, self.body.rotary_border)
+        lengths_N = needed_lengths(request, self.body.rotary_border)
         named = named_ids(request, group)
         scored_rows = [row for row in group.rows if counts_N[row]]
         parts = []
@@ -237,7 +225,7 @@ class Scorer:
 
     def _queue_head(
         self,
-        group: _Group,
+        group: SignalGroup,
         places: np.ndarray,
         states_PH: torch.Tensor,
         scored_P: torch.Tensor,
@@ -262,7 +250,7 @@ class Scorer:
             None if hidden is None else to_host(hidden),
         )
 
-    def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
+    def _collect(self, request: ScoreRequest, group: SignalGroup, parts: Sequence[_Part]) -> GroupScores:
         """The scores of all micro-batches of a group, in request order."""
         total = int(request.position_counts_N[group.rows].sum(dtype=np.int64))
         sampled = np.empty(total, np.float32)
@@ -277,64 +265,11 @@ class Scorer:
             for column, tensor in ((ids, part.ids), (logprobs, part.logprobs), (hidden, part.hidden)):
                 if column is not None and tensor is not None:
                     column[places] = tensor.numpy()
-        return _Columns(sampled, ids, logprobs, hidden)
+        return GroupScores(sampled, ids, logprobs, hidden)
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Score a probe and check that the result equals the model's own forward and is not uniform.
-
-        An architecture whose attention cannot be packed is detected here and scored padded from then on.
-        """
-        items = self._probe()
-        theirs = self._expected()
-        wanted = self.body.layout
-        self.body.layout = ScoringLayout.PADDED
-        self._check_same(self.score(request_of(items)).sampled_P, theirs)
-        if wanted is not ScoringLayout.PADDED:
-            self._try_packing(wanted, items, theirs)
-        if is_uniform(theirs, self.vocab):
-            raise TeacherError(
-                f"teacher {self.name}: {self.frozen.path} gives every token the same probability (−ln V = "
-                f"{-math.log(self.vocab):.4f}); its weights look empty or uninitialised"
-            )
-        if self.options.compile_layers:
-            self.body.compile_layers()
-            self._check_same(self.score(request_of(items)).sampled_P, theirs, self.frozen.rounding)
-            self._rehearse()
-
-    def _probe(self) -> list[ScoreItem]:
+    def probe(self) -> list[ScoreItem]:
+        """The sequences that `warm_up.py` scores."""
         return probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
-
-    def _rehearse(self) -> None:
-        """Score batches of several shapes now, so that no request waits for compilation.
-
-        Long and short sequences, alone, in groups and with a common prefix.
-        """
-        rng = np.random.default_rng(0)
-        most = self.options.max_batch_tokens
-        large = [(most // 3, 3), (most // 6, 3), (most // 9, 3), (most // 256, 32), (most // 128, 32)]
-        small = [(2 * ROUND, 4), (ROUND, 1), (ROUND // 2, 3), (ROUND // 2, 1)]
-        for size, count in (*large, *small):
-            length = max(2, min(size, self.frozen.max_length))
-            rows = rng.integers(0, self.vocab, (count, length)).astype(np.int32)
-            self.score(request_of([probe_item(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
-            rows[:, : length // 2] = rows[0, : length // 2]
-            self.score(request_of([probe_item(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
-
-    def _try_packing(self, wanted: ScoringLayout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
-        self.body.layout = ScoringLayout.PACKED
-        try:
-            self._check_same(self.score(request_of(items)).sampled_P, theirs)
-            self.check_windows(theirs)
-        except (TeacherError, TypeError, ValueError, RuntimeError) as error:
-            if wanted is ScoringLayout.PACKED:
-                raise TeacherError(
-                    f"teacher {self.name}: {self.frozen.path} cannot be scored packed: {error}"
-                ) from error
-            log.warning("%s is scored padded, packing fails: %s", self.frozen.path, error)
-            self.body.layout = ScoringLayout.PADDED
-        else:
-            self.body.layout = wanted
 
     @torch.inference_mode()
     def check_windows(self, theirs: np.ndarray) -> None:
@@ -345,12 +280,12 @@ class Scorer:
                 return
             with self.body.own_attention():
                 short = plain_scores(self.frozen, self.usable)
-            ours = self.score(request_of(self._probe())).sampled_P
-        # Rounding moves packed scores a little; a window that is not handed on leaves them where long windows put them.
+            ours = self.score(request_of(self.probe())).sampled_P
+        # Rounding moves packed scores a little; without the window they equal those of long windows.
         if np.linalg.norm(ours - short) > np.linalg.norm(ours - theirs):
             raise TeacherError("its attention windows are in the mask alone, which packed rows have none of")
 
-    def _expected(self) -> np.ndarray:
+    def expected(self) -> np.ndarray:
         """The probe's logprobs by the model's own forward."""
         return plain_scores(self.frozen, self.usable)
 
@@ -360,101 +295,3 @@ class Scorer:
 
     def close(self) -> None:
         """Nothing to release here; a scorer over several ranks ends its followers."""
-
-    def _check_same(self, ours: np.ndarray, theirs: np.ndarray, more: float = 0.0) -> None:
-        """The tolerance grows with the logprob in half precision, where the model's own logits are
-        rounded. `more` is added to it."""
-        near = more + (1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs))
-        if not (np.abs(ours - theirs) <= near).all():
-            raise TeacherError(
-                f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
-                f"{np.abs(ours - theirs).max():.3g} nats: the native teacher does not know how this architecture computes its logits; serve the model with vLLM "
-                "and name its server in teachers.NAME.urls"
-            )
-
-
-def plain_scores(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
-    """The probe's logprobs by the model's own forward, over the ids that have a token."""
-    vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
-    items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
-    return np.concatenate([plain_logprobs(frozen, item, usable) for item in items])
-
-
-@torch.inference_mode()
-def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | None = None) -> np.ndarray:
-    """The logprobs of one sequence by the model's own forward, including its head."""
-    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
-    logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-    if usable is not None:
-        usable.hide_(logits)
-    return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
-
-
-def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> np.ndarray:
-    """int64 [N]: how many tokens of each sequence the model must read.
-
-    Nothing after the state that predicts the last scored token matters, so that token itself is not read. A
-    sequence longer than `rotary_border` is read beyond it in any case, because its length decides its rotary
-    embedding.
-    """
-    lengths_N = np.zeros(len(request), dtype=np.int64)
-    scored = np.flatnonzero(request.position_counts_N)
-    ends_N = np.cumsum(request.position_counts_N, dtype=np.int64)
-    lengths_N[scored] = request.positions_P[ends_N[scored] - 1]
-    if rotary_border is not None:
-        whole_N = np.diff(request.starts_N, append=len(request.tokens_T))
-        beyond = scored[whole_N[scored] > rotary_border]
-        lengths_N[beyond] = np.maximum(lengths_N[beyond], rotary_border + 1)
-    return lengths_N
-
-
-def _groups_of(request: ScoreRequest) -> list[_Group]:
-    rows: dict[tuple[Signal, int], list[int]] = {}
-    for i, kind in enumerate(zip(request.signals, request.k_N, strict=True)):
-        rows.setdefault(kind, []).append(i)
-    return [_Group(signal, k, members) for (signal, k), members in rows.items()]
-
-
-def named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
-    """int32 [P, K]: the ids the client named for the group's positions (`at_ids` only)."""
-    if group.signal is not Signal.AT_IDS:
-        return None
-    sizes = np.array(
-        [
-            int(count) * k if signal is Signal.AT_IDS else 0
-            for count, k, signal in zip(request.position_counts_N, request.k_N, request.signals, strict=True)
-        ],
-        dtype=np.int64,
-    )
-    return request.ids[ragged_ranges(exclusive_cumsum(sizes)[group.rows], sizes[group.rows])].reshape(
-        -1, group.k
-    )
-
-
-def _in_request_order(
-    request: ScoreRequest, groups: Sequence[_Group], columns: Sequence[_Columns]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, logprobs, hidden, sampled), flat. Usually there is one group, which costs no copy."""
-    if len(groups) == 1:
-        only = columns[0]
-        return (
-            np.empty(0, np.int32) if only.ids is None else only.ids.reshape(-1),
-            np.empty(0, np.float32) if only.logprobs is None else only.logprobs.reshape(-1),
-            np.empty(0, np.uint16) if only.hidden is None else only.hidden.reshape(-1),
-            only.sampled,
-        )
-    parts: list[tuple[int, _Columns, slice]] = []
-    for group, column in zip(groups, columns, strict=True):
-        ends = np.cumsum(request.position_counts_N[group.rows], dtype=np.int64).tolist()
-        starts = [0, *ends[:-1]]
-        parts += [(row, column, slice(a, b)) for row, a, b in zip(group.rows, starts, ends, strict=True)]
-    parts.sort(key=lambda part: part[0])
-    ids = [c.ids[at].reshape(-1) for _, c, at in parts if c.ids is not None]
-    logprobs = [c.logprobs[at].reshape(-1) for _, c, at in parts if c.logprobs is not None]
-    hidden = [c.hidden[at].reshape(-1) for _, c, at in parts if c.hidden is not None]
-    return (
-        np.concatenate(ids) if ids else np.empty(0, np.int32),
-        np.concatenate(logprobs) if logprobs else np.empty(0, np.float32),
-        np.concatenate(hidden) if hidden else np.empty(0, np.uint16),
-        np.concatenate([c.sampled[at] for _, c, at in parts]) if parts else np.empty(0, np.float32),
-    )

@@ -52,32 +52,34 @@ def for_critic(batch: Batch) -> Batch:
     )
 
 
-def told_of_result(result: StepResult) -> dict[str, Any]:
+def result_as_json(result: StepResult) -> dict[str, Any]:
     """The result as JSON types. Its metrics must be on the host already."""
-    told = {field.name: getattr(result, field.name) for field in fields(result)}
-    told["metrics"] = {name: [type(one).__name__, asdict(one)] for name, one in result.metrics.items()}
-    return {**told, "seconds": dict(result.seconds)}
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
+    values["metrics"] = {name: [type(one).__name__, asdict(one)] for name, one in result.metrics.items()}
+    return {**values, "seconds": dict(result.seconds)}
 
 
-def result_from(told: Mapping[str, Any]) -> StepResult:
-    metrics = {name: _KINDS[kind](**numbers) for name, (kind, numbers) in told["metrics"].items()}
-    rows = {name: tuple(told[name]) for name in ("row_losses", "row_distill", "row_tokens")}
-    return StepResult(**{**told, **rows, "metrics": metrics})
+def result_from(values: Mapping[str, Any]) -> StepResult:
+    metrics = {name: _KINDS[kind](**numbers) for name, (kind, numbers) in values["metrics"].items()}
+    rows = {name: tuple(values[name]) for name in ("row_losses", "row_distill", "row_tokens")}
+    return StepResult(**{**values, **rows, "metrics": metrics})
 
 
-def told_of_refusal(error: UnderstudyError | torch.OutOfMemoryError) -> dict[str, str]:
+def refusal_as_json(error: UnderstudyError | torch.OutOfMemoryError) -> dict[str, str]:
     # CUDA may raise a subclass. The trainer only handles the class that torch documents.
     kind = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
     return {"kind": kind, "message": str(error)}
 
 
-def refusal_from(told: Mapping[str, str]) -> Exception:
+def refusal_from(refusal: Mapping[str, str]) -> Exception:
     """The error as it would have been raised in this process."""
-    if told["kind"] == _OUT_OF_MEMORY:
-        return torch.OutOfMemoryError(told["message"])
-    kind = getattr(errors, told["kind"], None)
+    if refusal["kind"] == _OUT_OF_MEMORY:
+        return torch.OutOfMemoryError(refusal["message"])
+    kind = getattr(errors, refusal["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, UnderstudyError)
-    error: Exception = kind(told["message"]) if known and kind is not None else PolicyError(told["message"])
+    error: Exception = (
+        kind(refusal["message"]) if known and kind is not None else PolicyError(refusal["message"])
+    )
     return error
 
 

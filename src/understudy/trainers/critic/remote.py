@@ -45,7 +45,7 @@ from understudy.types.jagged import Jagged
 _NOTICE_SECONDS = 60.0
 """How long it may take until a lost process is reported as lost: a cluster waits for several missed
 heartbeats of a machine."""
-Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Answer = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 class CriticWatch(Monitor):
@@ -120,14 +120,14 @@ class RemoteCritic:
         self._watch.stop_soon(timeout_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
-        """The command under way and its age, for the report on a run that stands still."""
+        """The command under way and its age, for the report on a run without progress."""
         asked = self._asked
         return None if asked is None else f"{asked[0]} ({now - asked[1]:.0f} s)"
 
     def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
         batch = for_critic(rows())
-        told, columns = batch_columns(batch)
-        head = {"do": "values", "batch": told, "max_tokens": max_tokens()}
+        facts, columns = batch_columns(batch)
+        head = {"do": "values", "batch": facts, "max_tokens": max_tokens()}
         answer = self._begin(f"values of {many(len(batch), 'row')}", head, columns)
 
         def values() -> Jagged:
@@ -138,9 +138,9 @@ class RemoteCritic:
         return values
 
     def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
-        told, columns = batch_columns(for_critic(batch))
+        facts, columns = batch_columns(for_critic(batch))
         columns |= jagged_columns("weights", weights)
-        head = {"do": "update", "batch": told, "max_tokens": max_tokens, "ends_step": ends_step}
+        head = {"do": "update", "batch": facts, "max_tokens": max_tokens, "ends_step": ends_step}
         answer, _ = self._ask(f"an update on {many(len(batch), 'row')}", head, columns, (batch, weights))
         return result_from(answer["result"])
 
@@ -167,7 +167,7 @@ class RemoteCritic:
         head: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor] | None = None,
         learnt: tuple[Batch, Jagged] | None = None,
-    ) -> Told:
+    ) -> Answer:
         return self._outcome(self._begin(what, head, tensors or {}), learnt)
 
     def _begin(
@@ -177,7 +177,7 @@ class RemoteCritic:
         message = pack(head, tensors)
         return asyncio.run_coroutine_threadsafe(self._channel.send(PATH, message), self._loop)
 
-    def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Told:
+    def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Answer:
         """The answer to a command. `learnt`: the rows of an update, which are saved if they break it."""
         try:
             answer, found = unpack(asking.result())
@@ -207,7 +207,7 @@ class RemoteCritic:
         )
 
 
-def _refused_rows(batch: Batch, weights: Jagged, told: Mapping[str, Any], step: int) -> RefusedRows:
+def _refused_rows(batch: Batch, weights: Jagged, refused: Mapping[str, Any], step: int) -> RefusedRows:
     places = {key: row for row, key in enumerate(batch.keys)}
-    rows = [places[key] for key in told["keys"]]
-    return RefusedRows(batch.select(rows), weights.select(rows), told["reason"], step)
+    rows = [places[key] for key in refused["keys"]]
+    return RefusedRows(batch.select(rows), weights.select(rows), refused["reason"], step)

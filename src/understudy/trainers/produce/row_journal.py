@@ -85,7 +85,7 @@ class RowJournal:
 
     async def _put(self, written: Sequence[RowsToWrite]) -> None:
         rows = {key: columns for one in written for key, columns in one.rows.items()}
-        tags = {key: told for one in written for key, told in one.tags.items()}
+        tags = {key: row_tags for one in written for key, row_tags in one.tags.items()}
         try:
             await self._plane.put(PARTITION, rows, tags)
             point("row_journal.after_put")

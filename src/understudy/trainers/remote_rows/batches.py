@@ -37,8 +37,10 @@ class QueueRows:
     def __init__(self, address: str, timeout_s: float) -> None:
         """`address` comes from `address_of`. A fetch that takes longer than `timeout_s` seconds fails."""
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.plane")
-        told = json.loads(address)
-        self._reader = queue.QueueReader(queue.QueueAddress.load(told["queue"]), prefix=told["prefix"])
+        location = json.loads(address)
+        self._reader = queue.QueueReader(
+            queue.QueueAddress.load(location["queue"]), prefix=location["prefix"]
+        )
         self._timeout_s = timeout_s
         self._last: tuple[BatchMeta, Batch] | None = None
 

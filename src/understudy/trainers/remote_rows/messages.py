@@ -89,7 +89,7 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
     inline: ScoreItem | None = None
     """An item that is not a row."""
     mark: str = ""
-    """The id of the write that is meant, if a row was written more than once
+    """Which write of the row, by its id, if it was written more than once
     (`dataplane/transfer_queue/write_ids.py`)."""
     prompt: np.ndarray | None = None
     """int32: the ids that this teacher reads instead of the student's prompt; None: the student's."""

@@ -77,7 +77,7 @@ class RemoteScoring:
         keys = [item.key for item in items if item.place is not None]
         self._asked.update(keys)
         try:
-            told = await workers.request_work(wire.SCORE, order, self._preferred(items))
+            reply = await workers.request_work(wire.SCORE, order, self._preferred(items))
         except (WorkersLost, ClusterError):
             return None
         finally:
@@ -85,7 +85,7 @@ class RemoteScoring:
             for key in keys:
                 if not self._asked[key]:
                     del self._asked[key]
-        answer = wire.decode_answer(told.body)
+        answer = wire.decode_answer(reply.body)
         if answer.trouble == wire.ROWS:
             return None
         if answer.trouble is not None:
@@ -99,7 +99,7 @@ class RemoteScoring:
                         one.teacher,
                         item.signal,
                         one.written,
-                        told.segment,
+                        reply.segment,
                         rows,
                         version=one.version,
                     )

@@ -61,11 +61,11 @@ class RemoteRowHandler:
     def __init__(self, setup: Setup, renderer: Renderer) -> None:
         settings = wire.decode_settings(setup.extra)
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.writer")
-        told = json.loads(settings.queue)
+        location = json.loads(settings.queue)
         self._writer = queue.RowWriter(
             Path(settings.folder),
-            queue.QueueAddress.load(told["queue"]),
-            prefix=told["prefix"],
+            queue.QueueAddress.load(location["queue"]),
+            prefix=location["prefix"],
             timeout_s=settings.timeout_s,
             disk_bytes=math.inf if settings.disk_bytes is None else settings.disk_bytes,
         )
@@ -143,13 +143,13 @@ class RemoteRowHandler:
         point("row_worker.scored")
         for key in rows:
             self._at_hand.drop(key)
-        told = [
+        item_scores = [
             wire.ItemScores(one.key, one.teacher, written[one.key], version=one.version)
             if item.inline is None
             else wire.inline_answer(one)
             for item, one in zip(order.items, scores, strict=True)
         ]
-        return wire.encode(wire.ScoreAnswer(told))
+        return wire.encode(wire.ScoreAnswer(item_scores))
 
     async def _items(self, wanted: Sequence[wire.OrderItem]) -> list[ScoreItem]:
         """The items with their tokens, in the order of `wanted`."""

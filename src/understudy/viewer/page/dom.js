@@ -59,11 +59,11 @@ let answer = fromServer;
 export function answerWith(other) { answer = other; }
 
 async function fromServer(name, query) {
-  const words = new URLSearchParams();
+  const params = new URLSearchParams();
   for (const [key, value] of Object.entries(query)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") words.append(key, one);
+    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") params.append(key, one);
   }
-  const reply = await fetch(`api/${name}?${words}`);
+  const reply = await fetch(`api/${name}?${params}`);
   if (!reply.ok) throw new Error(await reply.text());
   return reply.json();
 }
@@ -86,7 +86,7 @@ export function pictures(run, hashes, props = {}) {
 }
 
 export function say(text) {
-  document.getElementById("said").textContent = text;
+  document.getElementById("announcement").textContent = text;
 }
 
 export function table(head, rows, caption) {
@@ -97,9 +97,9 @@ export function table(head, rows, caption) {
 }
 
 export function href(view, query) {
-  const words = new URLSearchParams();
-  for (const [key, value] of Object.entries(query)) if (value !== null && value !== undefined && value !== "") words.set(key, value);
-  return `#/${view}?${words}`;
+  const params = new URLSearchParams();
+  for (const [key, value] of Object.entries(query)) if (value !== null && value !== undefined && value !== "") params.set(key, value);
+  return `#/${view}?${params}`;
 }
 
 export function copyButton(text) {

@@ -1,12 +1,12 @@
 // The answers of a report: the same questions as the server's, from the data in the page.
 
 const PAGE = 50;
-const WORDS = ["kind", "source", "teacher", "stop_reason", "origin"];
+const LABELS = ["kind", "source", "teacher", "stop_reason", "origin"];
 const RANGES = ["step", "reward", "kl"];
 
 function selected(rows, asked) {
   const text = (asked.q ?? "").toLowerCase();
-  const kept = rows.filter((row) => WORDS.every((name) => !asked[name] || row[name] === asked[name])
+  const kept = rows.filter((row) => LABELS.every((name) => !asked[name] || row[name] === asked[name])
     && RANGES.every((name) => (!asked[`${name}_min`] || row[name] >= Number(asked[`${name}_min`])) && (!asked[`${name}_max`] || row[name] <= Number(asked[`${name}_max`])))
     && (!text || `${row.prompt}\n${row.completion}`.toLowerCase().includes(text)));
   const sign = asked.desc === "0" ? 1 : -1;
@@ -38,7 +38,7 @@ export function frozenAnswers(data) {
     rows: (asked) => {
       const found = selected([...rows], asked);
       const first = Number(asked.offset ?? 0);
-      const choices = Object.fromEntries(WORDS.map((name) => [name, [...new Set(rows.map((row) => row[name]).filter(Boolean))].sort()]));
+      const choices = Object.fromEntries(LABELS.map((name) => [name, [...new Set(rows.map((row) => row[name]).filter(Boolean))].sort()]));
       return { total: found.length, of: rows.length, rows: found.slice(first, first + PAGE), choices, complete: true };
     },
     row: ({ id }) => shown(id).detail,

@@ -7,7 +7,7 @@ const COLUMNS = [
   ["kl", "mean KL"], ["stop_reason", "stop"], ["turns", "turns"], ["newest", "weights"], ["age", "age"], ["kind", "from"],
 ];
 const SORTED = ["step", "reward", "advantage", "tokens", "kl", "turns", "newest", "age"];
-const WORDS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"], ["origin", "written by"]];
+const LABELS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"], ["origin", "written by"]];
 const PAGE = 50;
 const LISTED = 2;  // pictures of a row in the table
 
@@ -33,7 +33,7 @@ export async function rollouts(box, query) {
     if (list.contains(document.activeElement) || choices.contains(document.activeElement)) return;
     const began = performance.now();
     const found = await ask("rows", { ...asked, limit: PAGE });
-    fill(choices, WORDS.map(([name, label]) => found.choices[name].length > 1 && h("label", {}, `${label} `,
+    fill(choices, LABELS.map(([name, label]) => found.choices[name].length > 1 && h("label", {}, `${label} `,
       h("select", { onchange: (event) => go({ [name]: event.target.value }) }, h("option", { value: "" }, "all"),
         found.choices[name].map((word) => h("option", { value: word, selected: asked[name] === word }, visible(word)))))));
     const head = COLUMNS.map(([name, title]) => {

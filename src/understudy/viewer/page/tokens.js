@@ -73,7 +73,7 @@ function microscope(run, row, at) {
     }
     const place = row.written[index];
     shown = index;
-    const told = names.map((name) => [name, row.measures[name][place - start]]);
+    const measures = names.map((name) => [name, row.measures[name][place - start]]);
     const found = place >= 0 ? await candidates(place).catch(() => null) : null;
     if (shown !== index) return;
     const best = found?.teacher[0];
@@ -82,7 +82,7 @@ function microscope(run, row, at) {
         best && h("p", {}, best.id === row.tokens[index] ? "The teacher agrees: " : "The teacher wanted ", h("code", {}, quoted(best.text)), ` with ${best.p.toFixed(3)}`),
         h("p", { class: "origin" }, origin(row, place - start)),
         found && candidateTable(found, row.tokens[index]),
-        h("dl", {}, told.map(([name, value]) => [h("dt", {}, row.described[name]), h("dd", {}, number(value))]))]);
+        h("dl", {}, measures.map(([name, value]) => [h("dt", {}, row.described[name]), h("dd", {}, number(value))]))]);
     span.setAttribute("aria-label", `${visible(row.pieces[index])}${place >= 0 && best ? `, teacher wanted ${visible(best.text)} ${best.p.toFixed(2)}` : ""}`);
   }
 

@@ -184,9 +184,11 @@ def test_a_full_disk_is_told_by_settle_and_rewind_too(tmp_path: Path) -> None:
         return "no error"
 
     for rewinds in (False, True):
-        told = asyncio.run(run(rewinds))
-        assert "journal.sqlite cannot be written: " in told and "free space or mend the disk" in told, told
-        assert re.search("disk I/O error|disk is full", told), told
+        message = asyncio.run(run(rewinds))
+        assert "journal.sqlite cannot be written: " in message and "free space or mend the disk" in message, (
+            message
+        )
+        assert re.search("disk I/O error|disk is full", message), message
 
 
 def test_a_spill_that_cannot_be_written_stops_the_plane_too(
@@ -350,18 +352,18 @@ def test_a_dead_letter_that_found_no_room_is_written_with_the_next_or_at_the_end
 
 
 def test_a_dead_letter_that_the_disk_took_in_part_is_written_whole_later(tmp_path: Path) -> None:
-    letters, told = DeadLetters(tmp_path), detail("poison")
-    letters.append("train", "a_0_0", 1, told)
+    letters, reason = DeadLetters(tmp_path), detail("poison")
+    letters.append("train", "a_0_0", 1, reason)
     file = tmp_path / "dead_letters.jsonl"
     size = file.stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
     try:
-        letters.append("train", "b_0_0", 1, told)
+        letters.append("train", "b_0_0", 1, reason)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file.stat().st_size == size
-    letters.append("train", "c_0_0", 1, told)
+    letters.append("train", "c_0_0", 1, reason)
     keys = [json.loads(line)["key"] for line in file.read_text().splitlines()]
     assert keys == ["a_0_0", "b_0_0", "c_0_0"]
 

@@ -97,14 +97,14 @@ def with_server(
     settings = VLLMSettings(sys.executable, str(folder), 64, 16, "float32", env=(env,))
 
     async def inner() -> None:
-        processes, told = LocalProcesses(folder / "logs", start_timeout=60), list[str]()
+        processes, notes = LocalProcesses(folder / "logs", start_timeout=60), list[str]()
         try:
             limits = Restarts(most, first_wait_s=0.05, longest_wait_s=0.2)
             engine = await start_vllm(
-                settings, processes, restarts=limits, notify=told.append, version=0, timeout_s=60
+                settings, processes, restarts=limits, notify=notes.append, version=0, timeout_s=60
             )
             try:
-                await body(engine, told)
+                await body(engine, notes)
             finally:
                 await engine.close()
         finally:
@@ -117,7 +117,7 @@ def with_server(
 def test_one_that_dies_at_once_is_given_up_with_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(engine: VLLMEngine, told: list[str]) -> None:
+    async def body(engine: VLLMEngine, notes: list[str]) -> None:
         assert (await engine.generate([asked("a")]))[0].tokens.tolist() == [5, 5]
         os.kill(engine.children["replica-0"].ready["server"], signal.SIGKILL)
         began = time.monotonic()
@@ -126,13 +126,13 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
         assert time.monotonic() - began < 50, (
             "told when the last restart was in vain, not when the timeout ends"
         )
-        words = str(caught.value)
-        assert "ValueError: no room for the KV cache" in words
-        assert "given up after 2 restarts" in words and "cluster.restarts.rollout" in words
-        assert [("(1 of 2)" in one, "(2 of 2)" in one) for one in told] == [
+        message = str(caught.value)
+        assert "ValueError: no room for the KV cache" in message
+        assert "given up after 2 restarts" in message and "cluster.restarts.rollout" in message
+        assert [("(1 of 2)" in one, "(2 of 2)" in one) for one in notes] == [
             (True, False), (False, True), (False, False),
         ]  # fmt: skip
-        assert "no room for the KV cache" in told[1] and "given up" in told[2]
+        assert "no room for the KV cache" in notes[1] and "given up" in notes[2]
         await engine.update_weights(1, [])  # no server is left to update
 
     assert with_server(tmp_path, monkeypatch, "serves,dies at once", 2, body) == 3
@@ -144,10 +144,10 @@ def test_one_that_starts_and_dies_when_asked_is_given_up_too(
 ) -> None:
     """A start is no progress: only an answer is."""
 
-    async def body(engine: VLLMEngine, told: list[str]) -> None:
+    async def body(engine: VLLMEngine, notes: list[str]) -> None:
         with pytest.raises(EngineError, match=r"torch\.AcceleratorError: illegal memory access"):
             await engine.generate([asked("a")])
-        assert sum("is back" in one for one in told) == 2
+        assert sum("is back" in one for one in notes) == 2
 
     assert with_server(tmp_path, monkeypatch, "dies when asked", 2, body) == 3
 
@@ -156,9 +156,9 @@ def test_one_that_starts_and_dies_when_asked_is_given_up_too(
 def test_answers_between_two_deaths_begin_the_count_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(engine: VLLMEngine, told: list[str]) -> None:
+    async def body(engine: VLLMEngine, notes: list[str]) -> None:
         for row in "abc":
             assert (await engine.generate([asked(row)]))[0].tokens.tolist() == [5, 5]
-        assert all("(1 of 1)" in one for one in told if "started again" in one)
+        assert all("(1 of 1)" in one for one in notes if "started again" in one)
 
     assert with_server(tmp_path, monkeypatch, "answers once", 1, body) == 3

@@ -80,9 +80,9 @@ def test_plan_simulates_and_recommends(
 ) -> None:
     run = write_run(tmp_path / "run")
     assert main(["plan", *quickstart, "--simulate", str(run), "--devices", "6"]) == 0
-    told = capsys.readouterr().out
-    assert "measured 22.86 rows/s, its own phase times give 22.86" in told and "staleness 1" in told
-    assert "recommended for 6 devices" in told and "(6 in use)" in told
+    output = capsys.readouterr().out
+    assert "measured 22.86 rows/s, its own phase times give 22.86" in output and "staleness 1" in output
+    assert "recommended for 6 devices" in output and "(6 in use)" in output
     flags = [
         "--decode",
         "1:0.01,64:0.02",
@@ -98,7 +98,7 @@ def test_plan_simulates_and_recommends(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ([], "needs --decode and --update-token"),
         (["--decode", "64"], "expected ROWS:SECONDS"),
@@ -121,10 +121,10 @@ def test_plan_simulates_and_recommends(
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
-    quickstart: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    quickstart: list[str], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *quickstart, "--simulate", *flags]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_without_measurements_says_so(

@@ -38,8 +38,8 @@ def save_base(folder: Path) -> Path:
     model = qwen3()
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(23)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    inner = Tokenizer(WordLevel({f"w{index}": index for index in range(23)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w2", pad_token="w0").save_pretrained(folder)
     return folder
 
 
@@ -185,8 +185,8 @@ def test_a_card_names_its_base_model_and_its_data() -> None:
     named = front_matter(text)
     assert named["base_model"] == "Qwen/Qwen3-0.6B" and named["base_model_relation"] == "finetune"
     assert named["datasets"] == ["org/prompts"] and "license" not in named
-    for words in ("| Student (base model) | Qwen/Qwen3-0.6B |", "| Teachers | math: Qwen/Qwen3-8B |"):
-        assert words in text
+    for line in ("| Student (base model) | Qwen/Qwen3-0.6B |", "| Teachers | math: Qwen/Qwen3-8B |"):
+        assert line in text
     assert "prompts: org/prompts:train, org/prompts:extra, own.jsonl, fingerprint: ab12" in text
     assert "/home/me" not in text
     assert front_matter(model_card(card, "mine", "peft"))["base_model_relation"] == "adapter"

@@ -90,12 +90,12 @@ def break_a_step(ranks: Any, folder: str, where: str) -> Any:
     try:
         policy.update(batch, poisoned(where, bad_token), token_mean(batch), 40)
     except PolicyError as error:
-        said = str(error)
+        message = str(error)
     else:
         return "the step went through", [], False
     untouched = all(torch.equal(before[name], tensor) for name, tensor in policy.named_weights())
     policy.update(batch, cross_entropy, token_mean(batch), 40)
-    return said, sorted(caught), untouched
+    return message, sorted(caught), untouched
 
 
 def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
@@ -191,12 +191,12 @@ def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
     )
     losses = []
     for number in range(3):
-        told: Any = remote if number else remote.with_columns(advantages=token_mean(batch))
-        old = leader.logprobs(told, 40)
+        given: Any = remote if number else remote.with_columns(advantages=token_mean(batch))
+        old = leader.logprobs(given, 40)
         before = leader.bytes_sent
-        losses.append(leader.update(told, cross_entropy, token_mean(batch), 40).loss)
+        losses.append(leader.update(given, cross_entropy, token_mean(batch), 40).loss)
         sent = leader.bytes_sent - before
-        part = leader.update(told.select([4, 0, 9]), cross_entropy, token_mean(batch.select([4, 0, 9])), 40, old_logprobs=old.select([4, 0, 9]))  # fmt: skip
+        part = leader.update(given.select([4, 0, 9]), cross_entropy, token_mean(batch.select([4, 0, 9])), 40, old_logprobs=old.select([4, 0, 9]))  # fmt: skip
         losses += [part.loss, *part.row_losses, *old.values.tolist()]
     leader.close()
     return losses, sent, source.fetched, source.brought
@@ -237,14 +237,14 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
             follow(policy, objective, ranks, refuse)
         return None
     leader = LeadingPolicy(policy, ranks, monitor=NotesInAFolder(folder))
-    batch, said = varied_batch(), []
+    batch, messages = varied_batch(), []
     started = time.monotonic()
     for _ in range(2):
         try:
             leader.update(batch, objective, token_mean(batch), 40)
         except UnderstudyError as error:
-            said.append(str(error))
-    return said, time.monotonic() - started
+            messages.append(str(error))
+    return messages, time.monotonic() - started
 
 
 def gone_at_the_end(ranks: Any, folder: str) -> Any:

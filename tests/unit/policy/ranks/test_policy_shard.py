@@ -192,8 +192,8 @@ def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
 def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None:
     alone = break_a_step(None, str(tmp_path), where)
     answers = on_ranks(2, tmp_path, "break_a_step", where=where)
-    for said, caught, untouched in answers:
-        assert untouched and "The weights were not touched" in said
+    for message, caught, untouched in answers:
+        assert untouched and "The weights were not touched" in message
         assert set(alone[1]) <= set(caught)
         assert where == "gradient" or caught == alone[1]
 
@@ -210,10 +210,12 @@ def test_one_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int) -> None:
     """The other ranks sit in a collective that never ends; the leader must not."""
-    (said, seconds), _ = on_ranks(2, tmp_path, "fail_alone", who=who)
-    assert said[0].startswith(f"rank {who} cannot use this") and seconds < 25
-    assert ("on rank 1 of 2" in said[0]) == (who == 1)
-    assert said[1] == said[0] if who == 1 else "failed alone" in said[1], "a broken group is not used again"
+    (messages, seconds), _ = on_ranks(2, tmp_path, "fail_alone", who=who)
+    assert messages[0].startswith(f"rank {who} cannot use this") and seconds < 25
+    assert ("on rank 1 of 2" in messages[0]) == (who == 1)
+    assert messages[1] == messages[0] if who == 1 else "failed alone" in messages[1], (
+        "a broken group is not used again"
+    )
 
 
 def test_a_rank_that_is_gone_when_it_is_sent_home_is_no_loss(tmp_path: Path) -> None:

@@ -20,6 +20,6 @@ def test_marks_reach_ranks_and_columns_written_together_share_theirs() -> None:
         BatchMeta("train", rows, FIELDS, marks=marks), (9,) * 64, (4,) * 64, source, origins=origins
     )
     head, tensors = unpack(pack(*name_columns(batch, batch.meta)))
-    told, _ = batch_by_names(head, tensors, source)
-    assert told.meta == batch.meta and told.origins == origins
+    received, _ = batch_by_names(head, tensors, source)
+    assert received.meta == batch.meta and received.origins == origins
     assert len(json.dumps(head)) < 90 * 64

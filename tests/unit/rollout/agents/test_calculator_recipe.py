@@ -33,15 +33,15 @@ def test_a_good_conversation_is_a_call_and_its_answer() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_a_spoilt_call_is_told_is_what_the_loop_tells(seed: int) -> None:
-    _, spoilt, told, *rest = conversation(PROBLEM, random.Random(seed))
+    _, spoilt, reply, *rest = conversation(PROBLEM, random.Random(seed))
     assert not spoilt.trained and rest == conversation(PROBLEM)[1:]
     (call,) = parse_hermes(spoilt.content)
     if isinstance(call, BadCall):
-        assert told.content == f"Error: {call.reason}"
+        assert reply.content == f"Error: {call.reason}"
     else:
         with pytest.raises(ValueError, match="as arithmetic") as caught:
             calculator(call.arguments["expression"])
-        assert told.content == f"Error: ValueError: {caught.value}"
+        assert reply.content == f"Error: ValueError: {caught.value}"
 
 
 def test_text_survives_the_vocabulary() -> None:

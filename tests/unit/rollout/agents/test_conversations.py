@@ -33,7 +33,7 @@ class Agent:
         return conversations.finish(reward=0.5, metrics={"env/turns": 2.0})
 
 
-def said(text: str) -> dict[str, str]:
+def answered(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -45,9 +45,9 @@ def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens
     async def body(conversations: Conversations) -> None:
         first = await conversations.answer([USER])
         text = first.text.strip() if stripped else first.text
-        more = [USER, said(text), {"role": "user", "content": "Sure?"}]
+        more = [USER, answered(text), {"role": "user", "content": "Sure?"}]
         second = await conversations.answer(more)
-        await conversations.answer([*more, said(second.text), {"role": "user", "content": "Really?"}])
+        await conversations.answer([*more, answered(second.text), {"role": "user", "content": "Really?"}])
 
     tokenizer = chat_tokenizer(family)
     (((trajectory,),), engine) = attempt(tokenizer, Agent(body), [PROMPT], context=256)
@@ -76,7 +76,7 @@ def test_a_conversation_goes_on_with_the_template_that_began_it(of_row: bool) ->
     async def body(conversations: Conversations) -> None:
         given = None if of_row else [TOOL]
         first = await conversations.answer([USER], tools=given)
-        more = [USER, said(first.text), {"role": "user", "content": "Sure?"}]
+        more = [USER, answered(first.text), {"role": "user", "content": "Sure?"}]
         await conversations.answer(more, tools=given)
 
     prompt = replace(PROMPT, columns={"tools": [TOOL]} if of_row else {})
@@ -97,7 +97,7 @@ def test_messages_in_parts_are_compared_as_they_are() -> None:
 def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
     async def body(conversations: Conversations) -> None:
         first = await conversations.answer([USER])
-        await conversations.answer([USER, said(first.text + "!"), {"role": "user", "content": "Go on."}])
+        await conversations.answer([USER, answered(first.text + "!"), {"role": "user", "content": "Go on."}])
         await conversations.answer([{"role": "system", "content": "Be brief."}, USER])
 
     ((trajectories,), engine) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=256)
@@ -113,8 +113,8 @@ def test_two_conversations_side_by_side_do_not_mix() -> None:
         other = {"role": "user", "content": "And the letters?"}
         mine, theirs = await conversations.answer([USER]), await conversations.answer([other])
         more = {"role": "user", "content": "Sure?"}
-        await conversations.answer([other, said(theirs.text), more])
-        await conversations.answer([USER, said(mine.text), more])
+        await conversations.answer([other, answered(theirs.text), more])
+        await conversations.answer([USER, answered(mine.text), more])
 
     ((trajectories,), _) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=256)
     texts = [chat_tokenizer("chatml").decode(one.tokens) for one in trajectories]
@@ -148,10 +148,10 @@ def calling(name: str) -> str:
 
 def branched(renamed: bool) -> list[str]:
     """Two sub-agents with one prompt that call different tools; the first goes on. What the trajectories hold."""
-    spelling, told = Spelling(), iter([calling("X"), calling("Y"), "done"])
+    spelling, texts = Spelling(), iter([calling("X"), calling("Y"), "done"])
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        ids = spelling._ids(next(told))
+        ids = spelling._ids(next(texts))
         return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), StopReason.EOS)
 
     async def body() -> list[str]:
@@ -179,7 +179,9 @@ def test_a_full_context_is_said_and_what_was_written_is_kept() -> None:
         first = await conversations.answer([USER], max_new_tokens=4)
         assert first.new_tokens <= 4
         with pytest.raises(NoRoom, match="the context is 60"):
-            await conversations.answer([USER, said(first.text), {"role": "user", "content": "word " * 60}])
+            await conversations.answer(
+                [USER, answered(first.text), {"role": "user", "content": "word " * 60}]
+            )
 
     (((trajectory,),), _) = attempt(
         chat_tokenizer("chatml"), Agent(body), [PROMPT], context=60, sampling=Sampling(8)

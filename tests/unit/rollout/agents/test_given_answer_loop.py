@@ -17,7 +17,7 @@ from understudy.types.trajectory import Origin, StopReason, Trajectory
 
 TOKENIZER = chat_tokenizer("chatml")
 END = TOKENIZER.eos_token_id
-SAID = {"role": "assistant", "content": "seven"}
+ANSWER = {"role": "assistant", "content": "seven"}
 
 
 def given(
@@ -93,20 +93,20 @@ def test_an_answer_in_a_chat_ends_as_the_template_ends_it(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("columns", "message"),
     [
         ({}, "is missing or empty"),
         ({"answer": ""}, "is missing or empty"),
         ({"answer": 7}, "is a int; expected text"),
         ({"answer": [{"role": "user", "content": "7"}]}, "is a list without an assistant message"),
-        ({"answer": [SAID, SAID]}, "is 2 messages, expected one"),
-        ({"answer": [{**SAID, "tool_calls": [{}]}]}, "is a message with tool calls"),
-        ({"answer": [{**SAID, "content": [{"type": "image"}]}]}, "is a message that is not text alone"),
+        ({"answer": [ANSWER, ANSWER]}, "is 2 messages, expected one"),
+        ({"answer": [{**ANSWER, "tool_calls": [{}]}]}, "is a message with tool calls"),
+        ({"answer": [{**ANSWER, "content": [{"type": "image"}]}]}, "is a message that is not text alone"),
     ],
 )
-def test_a_row_without_an_answer_fails_alone(columns: dict[str, Any], words: str) -> None:
+def test_a_row_without_an_answer_fails_alone(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(
-        DataError, match=f"00000-0000003: rollout.off_policy .* column 'answer', which {words}"
+        DataError, match=f"00000-0000003: rollout.off_policy .* column 'answer', which {message}"
     ):
         given(columns)
 

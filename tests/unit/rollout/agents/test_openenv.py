@@ -95,8 +95,8 @@ def test_a_game_is_one_row_with_the_sum_of_its_rewards(url: str) -> None:
     assert row.metrics["env/steps"] == 3.0 and row.metrics["env/done"] == 1.0
     text = TOKENIZER.decode(row.tokens)
     assert "Let us play.\n\nGuess a number.<|im_end|>" in text and "Higher.<|im_end|>" in text
-    said = TOKENIZER.decode(row.tokens[row.loss_mask])
-    assert said == "5<|im_end|>20<|im_end|>10<|im_end|>"
+    written = TOKENIZER.decode(row.tokens[row.loss_mask])
+    assert written == "5<|im_end|>20<|im_end|>10<|im_end|>"
 
 
 def test_sessions_wait_for_a_free_place_and_have_states_of_their_own(url: str) -> None:

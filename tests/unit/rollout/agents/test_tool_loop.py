@@ -60,7 +60,7 @@ class Script:
         self.tokenizer, self.texts, self.stop = tokenizer, list(texts), stop
         self.random = random.Random(seed)
         self.asked: list[np.ndarray] = []
-        self.said: list[Generation] = []
+        self.generations: list[Generation] = []
         self.budgets: list[int] = []
 
     def odd_tokens(self, text: str) -> list[int]:
@@ -72,7 +72,7 @@ class Script:
         return ids
 
     async def generate(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        assert turn == len(self.said)
+        assert turn == len(self.generations)
         ids = self.odd_tokens(self.texts[turn])
         stop = self.stop if turn == len(self.texts) - 1 else StopReason.EOS
         if stop is StopReason.EOS:
@@ -80,7 +80,7 @@ class Script:
         logprobs = np.array([-self.random.random() for _ in ids], np.float32)
         generation = Generation(np.array(ids, np.int32), logprobs, np.full(len(ids), turn, np.int32), stop)
         self.asked.append(tokens)
-        self.said.append(generation)
+        self.generations.append(generation)
         self.budgets.append(sampling.max_new_tokens)
         return generation
 
@@ -133,18 +133,18 @@ def play(
 def check_streams(trajectory: Trajectory, script: Script) -> None:
     """Every generated token, in order, with its logprob and version; nothing else is marked as generated."""
     written = trajectory.loss_mask
-    assert trajectory.tokens[written].tolist() == [int(i) for g in script.said for i in g.tokens]
+    assert trajectory.tokens[written].tolist() == [int(i) for g in script.generations for i in g.tokens]
     assert trajectory.behaviour_logprobs[written].tolist() == [
-        float(x) for g in script.said for x in g.logprobs
+        float(x) for g in script.generations for x in g.logprobs
     ]
     assert trajectory.weight_versions[written].tolist() == [
-        int(v) for g in script.said for v in g.weight_versions
+        int(v) for g in script.generations for v in g.weight_versions
     ]
     assert (
         np.isnan(trajectory.behaviour_logprobs[~written]).all()
         and (trajectory.weight_versions[~written] == -1).all()
     )
-    for asked, generation in zip(script.asked, script.said, strict=True):
+    for asked, generation in zip(script.asked, script.generations, strict=True):
         grown = [*asked.tolist(), *generation.tokens.tolist()]
         assert trajectory.tokens[: len(grown)].tolist() == grown, "what the model saw is what the row holds"
 
@@ -171,10 +171,10 @@ def test_the_conversation_reads_as_the_template_would_write_it(
     trajectory, script = play(family, texts, question=question, seed=seed)
     check_streams(trajectory, script)
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
-    for text, said in zip(texts, [*calls, None], strict=True):
+    for text, result in zip(texts, [*calls, None], strict=True):
         messages.append({"role": "assistant", "content": text})
-        if said is not None:
-            messages.append({"role": TOOL_ROLE.get(family, "tool"), "content": said})
+        if result is not None:
+            messages.append({"role": TOOL_ROLE.get(family, "tool"), "content": result})
     tokenizer = chat_tokenizer(family)
     whole = tokenizer.apply_chat_template(messages, tokenize=False, tools=[Echo.schema])
     # The row ends with the student's end-of-turn token; a template may add a line break of its own after it, or
@@ -243,7 +243,7 @@ def test_calls_of_one_turn_run_together_and_answer_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "says", "options"),
+    ("written", "says", "options"),
     [
         ('<tool_call>{"name": "abacus", "arguments": {}}</tool_call>', "no tool 'abacus'; there is echo", {}),
         ("<tool_call>{oops}</tool_call>", "not JSON", {}),
@@ -251,8 +251,8 @@ def test_calls_of_one_turn_run_together_and_answer_in_order() -> None:
         (call("a") + call("b"), "at most 1 calls", {"max_calls": 1}),
     ],
 )
-def test_the_model_is_told_what_went_wrong(said: str, says: str, options: dict[str, Any]) -> None:
-    trajectory, script = play("chatml", [said, "done"], **options)
+def test_the_model_is_told_what_went_wrong(written: str, says: str, options: dict[str, Any]) -> None:
+    trajectory, script = play("chatml", [written, "done"], **options)
     check_streams(trajectory, script)
     assert "Error: " in (text := chat_tokenizer("chatml").decode(trajectory.tokens.tolist())) and says in text
     assert trajectory.metrics["tool/error"] + trajectory.metrics["tool/timeout"] == 1
@@ -268,8 +268,8 @@ def test_a_tool_s_half_of_a_surrogate_pair_is_shown_as_a_question_mark(family: s
 
 
 def test_an_integer_of_thousands_of_digits_is_the_call_s_fault() -> None:
-    said = call("1").replace('"1"', "1" * 4400)
-    trajectory, _ = play("chatml", [said, "done"], context=8000)
+    text = call("1").replace('"1"', "1" * 4400)
+    trajectory, _ = play("chatml", [text, "done"], context=8000)
     assert "Error: the tool call cannot be read" in chat_tokenizer("chatml").decode(
         trajectory.tokens.tolist()
     )
@@ -284,7 +284,7 @@ def test_turn_token_and_context_budgets() -> None:
     trajectory, script = play("chatml", [call("a"), call("b"), call("c")], max_turns=3)
     assert trajectory.turns == 3 and trajectory.metrics["tool/calls"] == 2 and trajectory.loss_mask[-1]
     trajectory, script = play("chatml", [call("a"), "done"], max_generated=300)
-    assert script.budgets == [300, 300 - len(script.said[0].tokens)]
+    assert script.budgets == [300, 300 - len(script.generations[0].tokens)]
     trajectory, script = play("chatml", [call("x" * 300), "never said"], context=520)
     assert trajectory.stop_reason is StopReason.LENGTH and trajectory.turns == 1 and trajectory.loss_mask[-1]
     trajectory, script = play("chatml", [call("a")], stop=StopReason.LENGTH)

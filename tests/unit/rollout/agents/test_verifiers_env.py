@@ -84,8 +84,8 @@ def test_turns_of_an_environment_are_one_row_with_its_reward(
     assert trajectory.metrics["env/right"] == reward
     text = chat_tokenizer("chatml").decode(trajectory.tokens)
     assert "What is 12 * 3?" in text and "Are you sure?" in text
-    said = chat_tokenizer("chatml").decode(trajectory.tokens[trajectory.loss_mask])
-    assert said == f"Hm, 30?<|im_end|>{answer}<|im_end|>"
+    written = chat_tokenizer("chatml").decode(trajectory.tokens[trajectory.loss_mask])
+    assert written == f"Hm, 30?<|im_end|>{answer}<|im_end|>"
 
 
 def test_tools_of_an_environment_are_called_and_seen(tmp_path: Path) -> None:

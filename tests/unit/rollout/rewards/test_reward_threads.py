@@ -29,10 +29,10 @@ def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
 
 
 def test_errors_and_context_come_through() -> None:
-    told: ContextVar[str] = ContextVar("told", default="nothing")
+    variable: ContextVar[str] = ContextVar("told", default="nothing")
     pool = DaemonThreads(most=1)
-    told.set("something")
-    assert pool.submit(told.get).result(10) == "something"
+    variable.set("something")
+    assert pool.submit(variable.get).result(10) == "something"
     with pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 / 0).result(10)
     assert pool.submit(lambda: 3).result(10) == 3, "an error ends the job, not its thread"

@@ -230,7 +230,7 @@ def test_a_row_that_kills_its_worker_is_that_row_s_fault(
 def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cluster.restarts.workers`: counted in a row without a finished session; with none left the run ends, not the row."""
     monkeypatch.setattr(workers_module, "_TRIES", 1)
-    told: list[str] = []
+    notes: list[str] = []
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         async def dies() -> None:
@@ -241,15 +241,15 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
         await dies()
         (fine,) = prompts(1)
         assert len(await workers.run(fine, context(fine))) == 1
-        assert len(told) == 1 and "started again (1 of 1)" in told[0]
+        assert len(notes) == 1 and "started again (1 of 1)" in notes[0]
         await dies()  # counted anew: this life finished a session
         await dies()
-        assert len(told) == 2
+        assert len(notes) == 2
         with pytest.raises(ClusterError, match="No rollout worker is left") as caught:
             await workers.run(fine, context(fine))
         assert "cluster.restarts.workers" in str(caught.value) and "rollout worker 0" in str(caught.value)
 
-    with_workers(tmp_path, use, restarts=1, notify=told.append)
+    with_workers(tmp_path, use, restarts=1, notify=notes.append)
 
 
 @pytest.mark.slow
@@ -357,21 +357,21 @@ def test_a_cancelled_session_leaves_the_worker_usable(with_one: Shared) -> None:
 
 
 def test_a_generation_that_its_loop_no_longer_waits_for_is_cancelled(with_one: Shared) -> None:
-    said: list[str] = []
+    events: list[str] = []
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         if turn == 9:
             try:
                 await asyncio.sleep(1000)
             except asyncio.CancelledError:
-                said.append("cancelled")
+                events.append("cancelled")
                 raise
-        said.append(f"turn {turn}")
+        events.append(f"turn {turn}")
         return Generation(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32), "eos")  # type: ignore[arg-type]
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         (impatient,) = prompts(1, impatient=True)
         assert len(await workers.run(impatient, context(impatient))) == 1
-        assert said == ["cancelled", "turn 0", "turn 1"]
+        assert events == ["cancelled", "turn 0", "turn 1"]
 
     with_one(use, generate)

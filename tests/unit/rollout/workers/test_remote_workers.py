@@ -12,7 +12,7 @@ import psutil
 import pytest
 from chat_tokenizers import chat_tokenizer
 
-from understudy.assembly import agent_loops as loops
+from understudy.assembly import sessions as loops
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import ClusterError
@@ -34,10 +34,10 @@ class RemoteProcesses(LocalProcesses):
     def is_remote(self, name: str) -> bool:
         return True
 
-    async def start(self, name: str, *words: Any) -> Any:
+    async def start(self, name: str, *arguments: Any) -> Any:
         if self.full:
             raise ClusterError(f"{name} has no machine now")
-        return await super().start(name, *words)
+        return await super().start(name, *arguments)
 
 
 async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
@@ -77,14 +77,14 @@ def test_remote_workers_run_the_same_loops_and_outlive_a_death_and_strangers(tmp
             await check()
             board: Any = open_line.__self__  # type: ignore[attr-defined]
             host, _, port = board._address.rpartition(":")
-            for said in (
+            for greeting in (
                 b"GET / HTTP/1.1\r\n\r\n",
                 b"\xff" * 64,
                 wire.frame(wire.Hello("no", 0)),
                 b"\2\0\0\0xx",
             ):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(said)
+                writer.write(greeting)
                 writer.write_eof()
                 assert await asyncio.wait_for(reader.read(), 20) == b"", "a stranger is hung up on"
                 writer.close()

@@ -51,10 +51,10 @@ def test_strangers_are_hung_up_on_and_a_worker_gets_through_a_crowd_of_them() ->
         async def dismiss(number: int) -> None:
             raise AssertionError(f"worker {number} was expected to come through")
 
-        async def call(said: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async def call(greeting: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             host, _, port = board._address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(said)
+            writer.write(greeting)
             return reader, writer
 
         board = WorkerListener(launch, dismiss, lambda number: True, "secret")

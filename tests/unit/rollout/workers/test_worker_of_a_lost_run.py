@@ -24,7 +24,7 @@ def test_sessions_that_cannot_be_told_print_no_stacks(tmp_path: Path) -> None:
     setup = wire.Setup(str(tmp_path), "chatty_loop:Chatty", {}, CONTEXT, 8, {}, sys.path)
 
     async def body() -> tuple[int, str]:
-        heard, theirs = os.pipe()
+        reading, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER_MODULE,
             stdin=asyncio.subprocess.PIPE, stdout=theirs, stderr=asyncio.subprocess.PIPE,
@@ -32,7 +32,7 @@ def test_sessions_that_cannot_be_told_print_no_stacks(tmp_path: Path) -> None:
         os.close(theirs)
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(heard, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", 0)
         )
         assert process.stdin is not None
         process.stdin.write(wire.frame(setup))
@@ -49,11 +49,11 @@ def test_sessions_that_cannot_be_told_print_no_stacks(tmp_path: Path) -> None:
         await asyncio.sleep(0)  # the pipe is closed by then
         process.stdin.write(b"".join(wire.frame(wire.CancelSession(number)) for number in range(SESSIONS)))
         process.stdin.close()
-        _, said = await asyncio.wait_for(process.communicate(), 60)
-        return int(process.returncode or 0), said.decode()
+        _, output = await asyncio.wait_for(process.communicate(), 60)
+        return int(process.returncode or 0), output.decode()
 
-    code, said = asyncio.run(body())
+    code, output = asyncio.run(body())
     assert (
         code,
-        said.replace("printing must not disturb the channel\n", "").replace("nor raw writes", ""),
+        output.replace("printing must not disturb the channel\n", "").replace("nor raw writes", ""),
     ) == (0, "")

@@ -44,31 +44,31 @@ def test_a_run_whose_critic_was_given_up_is_where_its_last_checkpoint_is() -> No
         raise GivenUp("the critic's process does not answer")
 
     for saved, place in ((4, "step 4"), (0, "its start")):
-        told: list[str] = []
-        stop = Interrupts(told.append)
+        notes: list[str] = []
+        stop = Interrupts(notes.append)
         stop.requested = True
-        assert asyncio.run(with_restarts(attempt, 5, lambda saved=saved: saved, stop, told.append)) == saved  # type: ignore[misc]
-        (news,) = told
+        assert asyncio.run(with_restarts(attempt, 5, lambda saved=saved: saved, stop, notes.append)) == saved  # type: ignore[misc]
+        (news,) = notes
         assert news.startswith("the critic's process does not answer; ") and news.endswith(
             f"the run stays at {place}"
         )
 
 
 def test_whoever_wants_to_be_told_of_a_stop_is_told_once_and_not_of_an_attempt_before() -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
     async def body() -> None:
-        with Interrupts(told.append) as stop:
-            stop.on_stop(partial(told.append, "the first attempt"))
+        with Interrupts(notes.append) as stop:
+            stop.on_stop(partial(notes.append, "the first attempt"))
             stop.starting(lambda: None)
-            stop.on_stop(partial(told.append, "the second attempt"))
+            stop.on_stop(partial(notes.append, "the second attempt"))
             stop.training = True
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.1)
-            stop.on_stop(partial(told.append, "one that comes late"))
+            stop.on_stop(partial(notes.append, "one that comes late"))
 
     asyncio.run(body())
-    assert [text for text in told if not text.startswith("SIGTERM: ")] == [
+    assert [text for text in notes if not text.startswith("SIGTERM: ")] == [
         "the second attempt",
         "one that comes late",
     ]

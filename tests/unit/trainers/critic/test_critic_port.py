@@ -14,8 +14,8 @@ MUTATIONS = 400
 
 def asking() -> tuple[TestClient, bytes]:
     critic, batch = critic_and_batch()
-    told, columns = batch_columns(for_critic(batch))
-    values = pack({"do": "values", "batch": told, "max_tokens": 64}, columns)
+    facts, columns = batch_columns(for_critic(batch))
+    values = pack({"do": "values", "batch": facts, "max_tokens": 64}, columns)
     client = TestClient(app_of(CriticCommands(critic), "secret"), raise_server_exceptions=False)
     client.headers["Authorization"] = "Bearer secret"
     return client, values

@@ -14,13 +14,13 @@ from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.messages import (
     for_critic,
     parts,
+    refusal_as_json,
     refusal_from,
+    result_as_json,
     result_from,
     sizes,
     state_from,
     state_tensors,
-    told_of_refusal,
-    told_of_result,
 )
 from understudy.trainers.learn.prepare import with_advantages
 from understudy.types.batch import Batch
@@ -43,23 +43,23 @@ def weights_of(batch: Batch) -> Jagged:
 
 
 def update(batch: Batch) -> bytes:
-    told, columns = batch_columns(for_critic(batch))
+    facts, columns = batch_columns(for_critic(batch))
     columns |= jagged_columns("weights", weights_of(batch))
-    return pack({"do": "update", "batch": told, "max_tokens": 64, "ends_step": True}, columns)
+    return pack({"do": "update", "batch": facts, "max_tokens": 64, "ends_step": True}, columns)
 
 
 def test_updates_and_values_by_command_are_those_by_call() -> None:
     (near, batch), (far, _) = critic_and_batch(), critic_and_batch()
     commands = CriticCommands(far)
-    told, columns = batch_columns(for_critic(batch))
-    _, found = unpack(commands.carry_out(pack({"do": "values", "batch": told, "max_tokens": 64}, columns)))
+    facts, columns = batch_columns(for_critic(batch))
+    _, found = unpack(commands.carry_out(pack({"do": "values", "batch": facts, "max_tokens": 64}, columns)))
     values = jagged_from("values", found)
     assert values is not None and torch.equal(values.values, near.values(batch, 64).values)
     expected = near.update(batch, weights_of(batch), 64, True)
     answer, _ = unpack(commands.carry_out(update(batch)))
     result = result_from(answer["result"])
     assert answer["step"] == near.policy.step == 1
-    assert {**told_of_result(result), "seconds": 0} == {**told_of_result(expected), "seconds": 0}
+    assert {**result_as_json(result), "seconds": 0} == {**result_as_json(expected), "seconds": 0}
     assert result.metrics == expected.metrics and result.row_losses == expected.row_losses
     answer, _ = unpack(commands.carry_out(pack({"do": "skip_step"}, {})))
     assert answer["step"] == 2
@@ -104,12 +104,12 @@ def test_a_broken_update_names_its_rows_and_leaves_the_weights_alone() -> None:
 
 @pytest.mark.parametrize("kind", [PolicyError, LossInputError, CheckpointError, RankLost])
 def test_an_error_is_of_the_kind_it_was(kind: type[Exception]) -> None:
-    error = refusal_from(json.loads(json.dumps(told_of_refusal(kind("so it is")))))  # type: ignore[arg-type]
+    error = refusal_from(json.loads(json.dumps(refusal_as_json(kind("so it is")))))  # type: ignore[arg-type]
     assert type(error) is kind and str(error) == "so it is"
 
 
 def test_a_full_gpu_is_told_as_such_and_an_unknown_kind_is_still_an_error() -> None:
-    full = refusal_from(told_of_refusal(torch.OutOfMemoryError("CUDA out of memory.")))
+    full = refusal_from(refusal_as_json(torch.OutOfMemoryError("CUDA out of memory.")))
     assert isinstance(full, torch.OutOfMemoryError)
     for kind in ("Gone", "Sequence"):
         assert isinstance(refusal_from({"kind": kind, "message": "m"}), PolicyError)
@@ -118,6 +118,6 @@ def test_a_full_gpu_is_told_as_such_and_an_unknown_kind_is_still_an_error() -> N
 def test_numbers_that_are_none_survive() -> None:
     critic, batch = critic_and_batch()
     result = critic.update(batch, weights_of(batch), 64, True)
-    told = told_of_result(result) | {"loss": math.inf, "grad_norm": math.nan}
-    back = result_from(unpack(pack({"result": told}, {}))[0]["result"])
+    sent = result_as_json(result) | {"loss": math.inf, "grad_norm": math.nan}
+    back = result_from(unpack(pack({"result": sent}, {}))[0]["result"])
     assert back.loss == math.inf and math.isnan(back.grad_norm)

@@ -37,11 +37,11 @@ class SmallGpu:
 
 def small_gpu_learner(tokens: int, fits: int, **changes: Any) -> tuple[Any, io.StringIO]:
     learner = learner_of(recipe_of(trainer={"micro_batch_tokens": tokens}))
-    told = io.StringIO()
-    learner.state.view = LiveView(0, console=Console(file=told, width=400))
+    shown = io.StringIO()
+    learner.state.view = LiveView(0, console=Console(file=shown, width=400))
     learner.objective = SmallGpu(learner.objective, fits)
     learner.settings = replace(learner.settings, **changes)
-    return learner, told
+    return learner, shown
 
 
 def usage_of(learner: Any, result: Any) -> dict[str, float]:
@@ -53,12 +53,12 @@ def usage_of(learner: Any, result: Any) -> dict[str, float]:
 
 def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
     batch = batch_of()
-    learner, told = small_gpu_learner(tokens=64, fits=12)
+    learner, shown = small_gpu_learner(tokens=64, fits=12)
     result = learn(learner, batch)
     assert max(learner.objective.passes[-result.micro_batches :]) <= 12 < learner.objective.passes[0]
     assert learner.micro_batches.most_tokens in (32, 16)
     assert usage_of(learner, result)["perf/micro_batch_tokens"] == learner.micro_batches.most_tokens
-    assert told.getvalue().count("the GPU's memory was full with micro-batches of 64 tokens") == 1
+    assert shown.getvalue().count("the GPU's memory was full with micro-batches of 64 tokens") == 1
     plain = learner_of(recipe_of(trainer={"micro_batch_tokens": 64}))
     expected = learn(plain, batch)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6)
@@ -67,22 +67,22 @@ def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
     passes = len(learner.objective.passes)
     second = learn(learner, batch_of(seed=1))
     assert len(learner.objective.passes) - passes == second.micro_batches, "the second step starts small"
-    assert told.getvalue().count("the GPU's memory was full") == 1
+    assert shown.getvalue().count("the GPU's memory was full") == 1
 
 
 def test_a_run_with_room_keeps_what_the_recipe_says() -> None:
-    learner, told = small_gpu_learner(tokens=64, fits=10_000)
+    learner, shown = small_gpu_learner(tokens=64, fits=10_000)
     result = learn(learner, batch_of())
-    assert usage_of(learner, result)["perf/micro_batch_tokens"] == 64 and not told.getvalue()
+    assert usage_of(learner, result)["perf/micro_batch_tokens"] == 64 and not shown.getvalue()
 
 
 def test_a_row_that_does_not_fit_alone_ends_the_run_with_the_weights_as_they_were() -> None:
-    learner, told = small_gpu_learner(tokens=20, fits=1)
+    learner, shown = small_gpu_learner(tokens=20, fits=1)
     before = {name: value.clone() for name, value in learner.policy.model.state_dict().items()}
     with pytest.raises(torch.OutOfMemoryError):
         learn(learner, batch_of())
     assert all(torch.equal(value, before[name]) for name, value in learner.policy.model.state_dict().items())
-    assert learner.policy.step == 0 and learner.micro_batches.most_tokens is None and not told.getvalue()
+    assert learner.policy.step == 0 and learner.micro_batches.most_tokens is None and not shown.getvalue()
 
 
 def test_a_run_that_repeats_to_the_bit_stops_instead() -> None:

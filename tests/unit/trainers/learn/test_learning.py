@@ -393,9 +393,9 @@ def test_a_batch_with_nothing_left_passes_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "told"), [((1.0, 1.0), "all are 1"), ((0.0, 1.0), "all sessions of each prompt")]
+    ("rewards", "message"), [((1.0, 1.0), "all are 1"), ((0.0, 1.0), "all sessions of each prompt")]
 )
-def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, float], told: str) -> None:
+def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, float], message: str) -> None:
     """Prompts differ in their reward or not; the sessions of each agree, so nothing is learnt."""
     notes: list[str] = []
     flat = [rewards[row // 2 % 2] for row in range(14)]
@@ -404,7 +404,7 @@ def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, floa
     learner.state.view.note = notes.append
     for _ in range(5):
         learn(learner, batch)
-    assert len(notes) == 1 and told in notes[0] and "no advantage in 3 steps" in notes[0]
+    assert len(notes) == 1 and message in notes[0] and "no advantage in 3 steps" in notes[0]
     later = learner_of(recipe_of())
     later.state.view.note = notes.append
     for made in (batch_of(), batch, batch, batch, batch):

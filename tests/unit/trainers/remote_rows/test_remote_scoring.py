@@ -129,8 +129,8 @@ def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_i
     )
     assert [item.inline is None for item in order.items] == [True, False] and order.items[0].k == 4
     assert order.items[0].mark == "5f0c2a.1"
-    told = order.items[1].inline
-    assert told is not None and told.tokens.tolist() == [1, 2, 3] and told.positions.tolist() == [1, 2]
+    inline = order.items[1].inline
+    assert inline is not None and inline.tokens.tolist() == [1, 2, 3] and inline.positions.tolist() == [1, 2]
     assert workers.preferred == [7] and not direct.asked and rows.rows_fetched == 0
 
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from understudy.errors import TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 
-if TYPE_CHECKING:
-    from understudy.assembly.teachers import Teachers  # imports torch, which the asking process does not need
+if TYPE_CHECKING:  # the module imports torch, which the asking process does not need
+    from understudy.assembly.teachers.running import Teachers
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from understudy.assembly.processes.scoring_engine import path_of
-from understudy.assembly.self_teachers import FollowingReplicas
+from understudy.assembly.teachers.following import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.engines.hosted.engine import HostedEngine
@@ -294,11 +294,11 @@ class VLLMTeachers:
         """The arguments of the parent process. Under full determinism the server computes one sequence at a time, so
         that scores depend on nothing else."""
         teacher, alone = self._teacher, self._batching is RequestBatching.BY_REQUEST
-        words = ["--scores", "--python", vllm_python(teacher, place=f"teachers.{self._name}")]
-        words += ["--model", teacher.model, "--name", self._name, "--dtype", teacher.dtype]
-        words += ["--max-batch", str(1 if alone else _VLLM_BATCH)]
+        arguments = ["--scores", "--python", vllm_python(teacher, place=f"teachers.{self._name}")]
+        arguments += ["--model", teacher.model, "--name", self._name, "--dtype", teacher.dtype]
+        arguments += ["--max-batch", str(1 if alone else _VLLM_BATCH)]
         if teacher.context_length is not None:
-            words += ["--max-length", str(teacher.context_length)]
+            arguments += ["--max-length", str(teacher.context_length)]
         options = [
             f"--max-logprobs={max(self._k, 1) + _SPARE_LOGPROBS}",
             f"--max-num-batched-tokens={min(teacher.max_batch_tokens, _VLLM_TOKENS)}",
@@ -309,4 +309,4 @@ class VLLMTeachers:
         if teacher.trust_remote_code:
             options.append("--trust-remote-code")
         options += picture_options(teacher.engine_args, self._family)
-        return words + [f"--option={option}" for option in (cpu_options(options) if on_cpu else options)]
+        return arguments + [f"--option={option}" for option in (cpu_options(options) if on_cpu else options)]

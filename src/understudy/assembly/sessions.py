@@ -1,4 +1,8 @@
-"""Starts a run's agent loops: in this process, in local workers, or in remote workers; and what runs sessions with them."""
+"""Opens what sessions need: agent loops (in this process or in workers), rewards, sampling.
+
+open_sessions ──> SessionParts ──┬─> rollouts_of    sessions of training steps
+                                 └─> evaluator_of   sessions of evaluations
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,38 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from understudy.assembly.engines import renderer_of, sampling_of
+from understudy.assembly.inputs import Inputs
+from understudy.assembly.prepare import Launch
 from understudy.cluster.local import LocalProcesses
-from understudy.config import DataConfig, RolloutConfig
-from understudy.engines.base import Sampling
+from understudy.config import DataConfig, DataPlaneConfig, RolloutConfig
+from understudy.engines.base import Engine, Sampling
+from understudy.planning.resolved import EngineSettings, RowFlow
 from understudy.rollout.agents.registry import LoopChoice, Loops
 from understudy.rollout.render import Renderer
-from understudy.rollout.rewards.rewards import Rewards
+from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeWorker, WorkerListener
 from understudy.rollout.workers.pool import LoopWorkers, Segments
+from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
 from understudy.trainers.remote_rows.references import RemotePlane
-from understudy.trainers.remote_rows.rollouts import RemoteRollouts
+from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
+from understudy.trainers.remote_rows.rollouts import RemoteRollouts, settings_of
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.system import RunState
+
+
+@dataclass(frozen=True)
+class SessionParts:
+    """What the sessions of training steps and of evaluations run with."""
+
+    renderer: Renderer
+    sampling: Sampling
+    loops: Loops
+    rewards: Rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,39 @@ class RowWorkerSettings:
     """The data plane's permissions to write."""
     extra: bytes
     """Encoded settings for the worker."""
+
+
+async def open_sessions(
+    launch: Launch,
+    inputs: Inputs,
+    plane: Any,
+    settings: EngineSettings,
+    flow: RowFlow,
+    data: DataConfig,
+    dataplane: DataPlaneConfig,
+    restarts: int,
+) -> SessionParts:
+    """`restarts`: how often a worker is restarted in a row. Workers on other machines get what they need to write
+    rows themselves."""
+    rollout, row_workers = settings.rollout, None
+    renderer = renderer_of(settings, data, inputs.student)
+    if flow.workers_write:
+        encoded = settings_of(dataplane, data.reward, rollout.deadline_seconds, launch.run, plane, PARTITION)
+        row_workers = RowWorkerSettings(ROW_WORKER, plane.writer_segments, encoded)
+    loops = await open_loops(
+        rollout,
+        data,
+        renderer,
+        launch.run.path / "tokenizer",
+        launch.processes,
+        launch.stack,
+        row_workers,
+        restarts=restarts,
+        notify=launch.view.note,
+    )
+    rewards = Rewards([load_reward(data.reward)] if data.reward else [], renderer)
+    launch.stack.push_async_callback(rewards.close)
+    return SessionParts(renderer, sampling_of(settings, inputs.student, inputs.usable), loops, rewards)
 
 
 async def open_loops(
@@ -115,9 +169,7 @@ def _name(number: int) -> str:
 
 
 def rollouts_of(
-    loops: Loops,
-    rewards: Rewards,
-    sampling: Sampling,
+    sessions: SessionParts,
     state: RunState,
     remote_scoring: RemoteScoring | None,
     *,
@@ -126,11 +178,34 @@ def rollouts_of(
 ) -> Rollouts:
     """What runs the sessions of training steps: this process, or workers that score and write their rows themselves
     (`remote_scoring`). `session_facts`: whether a teacher's prompt needs what a session has found out."""
+    loops, sampling = sessions.loops, sessions.sampling
     if remote_scoring is None:
         return LocalRollouts(
-            loops, rewards, state.plane, sampling, state.spans, state.timings, pictures, session_facts
+            loops,
+            sessions.rewards,
+            state.plane,
+            sampling,
+            state.spans,
+            state.timings,
+            pictures,
+            session_facts,
         )
     assert isinstance(loops, LoopWorkers)
     remote = RemotePlane(state.plane, PARTITION, pictures)
     remote_scoring.open(loops, remote)
     return RemoteRollouts(loops, remote, state.spans, state.timings, sampling.candidates > 0)
+
+
+def evaluator_of(sessions: SessionParts, engine: Engine, rollout: RolloutConfig, seed: int) -> Evaluator:
+    return Evaluator(
+        engine,
+        sessions.loops,
+        sessions.rewards,
+        sessions.renderer,
+        sessions.sampling,
+        sessions.renderer.context,
+        rollout.max_batch,
+        rollout.deadline_seconds,
+        seed,
+        rollout.max_trajectory_tokens,
+    )
