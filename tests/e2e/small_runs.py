@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
 from io import StringIO
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 from forked_command import ForkedCommand, forked_command
 
+import understudy
 from understudy.cli.main import main
 from understudy.observability.watchdog import read_waits
 
@@ -54,6 +56,18 @@ def until_no_progress(process: Command, run: Path, seconds: float = 2) -> None:
     while not waits.exists() or read_waits(waits)[0]["seconds_without_progress"] < seconds:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.2)
+
+
+def until_back(step: int) -> Callable[[understudy.Step], None]:
+    """`on_step`: holds the run after this step until a teacher's replica that was lost is back."""
+
+    def wait(done: understudy.Step) -> None:
+        log, deadline = done.dir / "logs" / "trainer.log", time.monotonic() + 120
+        while done.step == step and "back after a restart" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    return wait
 
 
 def start_cli(*arguments: str, fault: str | None = None, fork: bool = True) -> Command:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors.torch import load_file
 from small_runs import ASSETS, start_cli, write_toml
-
-import understudy
 
 STORE = 80 * 2**20
 POOL = {"pools": {"train": {"nodes": 2, "cpus_per_node": 1}}, "roles": {"student": "train"}}
@@ -53,24 +50,18 @@ def figures(path: Path) -> list[dict[str, float]]:
     ]
 
 
+def bits(path: Path, step: int) -> tuple[list[dict[str, float]], dict[str, bytes]]:
+    """The figures of a run and the weights of its checkpoint after `step`."""
+    weights = load_file(path / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+    return figures(path), {name: value.numpy().tobytes() for name, value in weights.items()}
+
+
 def node_of(cluster: Any, pid: int) -> Any:
     """The simulated node that a process runs on."""
     ancestors = {parent.pid for parent in psutil.Process(pid).parents()}
     return next(
         node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in ancestors
     )
-
-
-def until_back(step: int) -> Callable[[understudy.Step], None]:
-    """`on_step`: holds the run after this step until a teacher's replica that was lost is back."""
-
-    def wait(done: understudy.Step) -> None:
-        log, deadline = done.dir / "logs" / "trainer.log", time.monotonic() + 120
-        while done.step == step and "back after a restart" not in log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    return wait
 
 
 class LostNode:
@@ -89,11 +80,11 @@ class LostNode:
         return bool(self._removals) and self._removals[0].exception() is None
 
 
-def killed_and_resumed(table: dict[str, Any]) -> Path:
-    """The directory of a sync run whose trainer is killed in its second step, and then resumed to its end."""
+def killed_and_resumed(table: dict[str, Any], step: int = 2) -> Path:
+    """The directory of a sync run whose trainer is killed in this step, and then resumed to its end."""
     run = Path(table["run"]["dir"])
     path = write_toml(run.with_suffix(".toml"), table)
-    killed = start_cli("train", str(path), "--quiet", fault="sync.after_update:2")
+    killed = start_cli("train", str(path), "--quiet", fault=f"sync.after_update:{step}")
     output, _ = killed.communicate(timeout=300)
     assert killed.returncode == -signal.SIGKILL, output
     resumed = start_cli("resume", str(run), "--quiet")

@@ -43,6 +43,7 @@ class PlannedProcess:
 
 def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     processes = _student(recipe, seating) + _critic(recipe, seating) + _rollouts(recipe, seating)
+    of_student = processes[0].parameters
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "external":
             processes += [
@@ -51,12 +52,14 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
             ]
         elif teacher.placement == "trainer":
             job = "scores, in the trainer's process, with the student's base"
-            processes.append(PlannedProcess(f"teacher-{name}-0", job, processes[0].device, None, 0))
+            processes.append(PlannedProcess(f"teacher-{name}-0", job, processes[0].device, of_student, 0))
         elif teacher.placement == "engine":
             devices, work = {one.name: one.device for one in processes}, replica_work(recipe, teacher)
             for i in range(recipe.rollout.processes):
                 at, job = devices[f"rollout-{i}"], f"scores, in the process of rollout-{i}, with its base"
-                processes.append(PlannedProcess(f"teacher-{name}-{i}", job, at, None, 0, _on_gpu(at, work)))
+                processes.append(
+                    PlannedProcess(f"teacher-{name}-{i}", job, at, of_student, 0, _on_gpu(at, work))
+                )
         else:
             for replica in range(teacher.replicas):
                 processes += _replica(recipe, name, teacher, replica, seating)

@@ -8,7 +8,8 @@
 | engine process  | its handle, or /health               | restarted; it serves once it has the newest weights |
 | vLLM server     | its handle, or a refused connection  | the same                                           |
 | rollout worker  | its connection                       | restarted; its sessions run again from the start   |
-| teacher replica | its handle, or failed score requests | ejected, then probed or restarted (`teacher/pool/`) |
+| teacher replica | its handle, failed score requests,   | ejected, then probed or restarted (`teacher/pool/`) |
+|                 | or /health while it takes weights    |                                                     |
 | rank, critic    | its handle, or its heartbeat         | the run goes back to its last checkpoint           |
 
 `Restarts` and `RestartCount` are the rule for the first four. `Monitor` watches ranks and critic, which cannot be

@@ -325,3 +325,6 @@ def test_plan_shows_where_the_base_sits(own: Make) -> None:
     kept = sum(4 * one.numel() for name, one in shapes if name.endswith("_proj.weight"))
     whole = sum(4 * one.numel() for one in AutoModelForCausalLM.from_pretrained(STUDENT).parameters())
     assert planned["rollout-1"].bytes == PROCESS_BYTES + whole + kept
+    inside = {one.name: one for one in plan_processes(parse_recipe(own("inside")), seat(recipe, 0))}
+    bases = planned["teacher-base-0"], planned["teacher-base-1"], inside["teacher-base-0"]
+    assert [one.parameters for one in bases] == [whole // 4] * 3

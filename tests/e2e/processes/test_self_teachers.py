@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ASSETS, run_cli, write_toml
+from small_runs import ASSETS, run_cli, until_back, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
 from understudy.assembly.teachers.following import FollowingReplicas
 from understudy.assembly.teachers.launchers import LocalTeachers
+from understudy.cluster.local import Child, LocalProcesses
 from understudy.dataplane.kept_rows import read_columns
+from understudy.dataplane.ledger import audit
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.metrics import without_clock
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -175,6 +177,52 @@ def test_a_replica_that_dies_at_a_publish_comes_back_with_the_new_version(
     run = understudy.train(own("killed", "live", 1), progress=False).dir
     assert "back after a restart" in (run / "logs" / "trainer.log").read_text()
     assert bits(run) == bits(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "hangs_at"), [("sync", 0), ("fully_async", 2)])
+def test_a_publish_goes_on_without_a_replica_that_hangs(
+    own: Make, monkeypatch: pytest.MonkeyPatch, mode: str, hangs_at: int
+) -> None:
+    """One of two replicas, taken to be on another machine, is stopped before it joins the broadcast group, or as a member
+    of it. A publish used to wait for 120 s."""
+    publishes: list[tuple[Sequence[str], dict[str, str]]] = []
+    pids: dict[str, int] = {}
+    start, send = LocalProcesses.start, FollowingReplicas.send
+
+    async def noted(self: LocalProcesses, name: str, *rest: Any) -> Child:
+        child = await start(self, name, *rest)
+        pids[name] = child.process.pid
+        return child
+
+    async def sent(self: FollowingReplicas, version: int, tensors: Any, replicas: Sequence[str]) -> Any:
+        if self._teacher == "add" and version == hangs_at:
+            os.kill(pids["teacher-add-1"], signal.SIGSTOP)
+        began = time.monotonic()
+        lost = await send(self, version, tensors, replicas)
+        assert time.monotonic() - began < 90
+        if self._teacher == "add":
+            publishes.append((replicas, lost))
+        return lost
+
+    more: dict[str, Any] = {"trainer__mode": mode, "trainer__steps": 4 if mode == "sync" else 12}
+    if mode == "fully_async":
+        more |= {"trainer__max_staleness": 1.0}
+    monkeypatch.setattr(LocalProcesses, "start", noted)
+    monkeypatch.setattr(LocalProcesses, "shares_memory", lambda *_: False)
+    monkeypatch.setattr(FollowingReplicas, "send", sent)
+    table = own("hung", "live", "live", **more)
+    table["teachers"]["add"]["replicas"] = 2
+    before_last = table["trainer"]["steps"] - 1
+    run = understudy.train(table, progress=False, on_step=until_back(before_last)).dir
+    assert [list(lost) for _, lost in publishes[: hangs_at + 1]] == [[]] * hangs_at + [["1"]]
+    assert "does not answer /health" in publishes[hangs_at][1]["1"]
+    assert publishes[-1] == (["0", "1"], {})
+    report = audit(run / "dataplane")
+    assert report.balanced and report.dead == 0
+    if mode == "sync":
+        monkeypatch.undo()
+        assert bits(run) == bits(understudy.train(own("straight", "live", "live"), progress=False).dir)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from ray_runs import QUEUE, STORE, LostNode, figures, killed_and_resumed, lines, ranks_recipe, until_back
-from safetensors.torch import load_file
+from ray_runs import QUEUE, STORE, LostNode, bits, killed_and_resumed, lines, ranks_recipe
+from small_runs import until_back
 
 import understudy
 from understudy.assembly.teachers.launchers import EngineTeachers
@@ -46,16 +46,10 @@ def on_two_nodes(cluster: Any) -> dict[str, Any]:
     return {"cluster": {"backend": "ray", "address": cluster.address, **placed}}
 
 
-def bits(run: Path, step: int = 3) -> tuple[list[dict[str, float]], dict[str, bytes]]:
-    """Everything a run says without its clock, and its last weights."""
-    weights = load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
-    return figures(run), {name: value.numpy().tobytes() for name, value in weights.items()}
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, bytes]]:
     """The bits of a run whose engine processes are beside the trainer."""
-    return bits(understudy.train(recipe(tmp_path_factory.mktemp("local")), progress=False).dir)
+    return bits(understudy.train(recipe(tmp_path_factory.mktemp("local")), progress=False).dir, 3)
 
 
 class Asked:
@@ -101,7 +95,7 @@ def test_it_scores_on_two_other_nodes_as_in_local_engines_and_in_the_trainer(
     table = recipe(tmp_path / "there", **on_two_nodes(cluster))
     there = understudy.train(table, progress=False, on_step=without_a_token)
     assert statuses == [401] * 6
-    assert bits(there.dir) == local == bits(inside.dir)
+    assert bits(there.dir, 3) == local == bits(inside.dir, 3)
     assert len(local[0]) == 3 and asked.requests >= 3
     for endpoint in asked.endpoints:
         assert endpoint.url.endswith("/teachers/0") and endpoint.token and not endpoint.shares_memory
@@ -117,7 +111,7 @@ def test_workers_on_another_node_ask_it_themselves(cluster: Any, tmp_path: Path,
     run = understudy.train(
         recipe(tmp_path / "run", rollout={"workers": 1}, dataplane=QUEUE, **placed), progress=False
     )
-    assert bits(run.dir) == local
+    assert bits(run.dir, 3) == local
     assert lines(run.dir)[-1]["perf/workers/rows_judged_here"] == 0
     assert audit(run.dir / "dataplane").balanced
 
@@ -131,7 +125,7 @@ def test_an_engine_killed_while_it_scores_costs_no_row_and_no_bit(
     )
     log = (run.dir / "logs" / "trainer.log").read_text()
     assert "ejected" in log and "engine process lost" in log and len(asked.endpoints) == 3
-    assert bits(run.dir) == local
+    assert bits(run.dir, 3) == local
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (24, 0)
 
@@ -155,4 +149,4 @@ def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
 
 def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
     run = killed_and_resumed(recipe(tmp_path / "run", **on_two_nodes(cluster)))
-    assert bits(run) == local
+    assert bits(run, 3) == local

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_runs import STORE, LostNode, figures, killed_and_resumed, lines, ranks_recipe, until_back
+from ray_runs import STORE, LostNode, bits, killed_and_resumed, lines, ranks_recipe
+from small_runs import until_back
 
 import understudy
 from understudy.assembly.teachers.following import FollowingReplicas
@@ -22,30 +23,52 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 HEAD = pytest.mark.parametrize("cluster", [1], indirect=True, ids=["head-has-a-cpu"])
 
 
-def recipe(folder: Path, steps: int = 4, **changes: dict[str, Any]) -> dict[str, Any]:
+VERSIONS: dict[str, tuple[str | int, str | int]] = {
+    "live-and-ema": ("live", "ema"),
+    "lagging": (1, 2),
+    "lora": ("live", 1),
+}
+"""What the teachers of sums and of sorting hold. Each kind of run is compared with a local one."""
+
+
+def recipe(
+    folder: Path, kind: str = "live-and-ema", steps: int = 4, **changes: dict[str, Any]
+) -> dict[str, Any]:
     table = ranks_recipe(folder, steps)
     own = {"model": "student", "prompt": "{{ answer }}{{ prompt }}"}
+    add, sort = VERSIONS[kind]
     table["teachers"] = {
-        "add": {**own, "key": "add", "version": "live", "replicas": 2},
-        "sort": {**own, "key": "sort", "version": "ema"},
+        "add": {**own, "key": "add", "version": add, "replicas": 2},
+        "sort": {**own, "key": "sort", "version": sort},
     }
     table["loss"]["topk"] = 40
-    table["trainer"] |= {"ranks": 1, "checkpoint_every": 1, "ema_decay": 0.5}
+    table["trainer"] |= {"ranks": 1, "checkpoint_every": 1}
+    if sort == "ema":
+        table["trainer"]["ema_decay"] = 0.5
+    if kind == "lora":  # the engine gets adapters, and the teachers merged weights
+        table["student"]["lora"] = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
+        table["rollout"]["processes"] = 1
+        table["trainer"]["learning_rate"] = 1e-2
     for section, entries in changes.items():
         table[section] |= entries
     return table
 
 
-def on_two_nodes(cluster: Any) -> dict[str, Any]:
-    """With the head's one CPU there is room for the three replicas, and no more."""
-    for _ in range(2):
+def on_nodes(cluster: Any, kind: str = "live-and-ema") -> dict[str, Any]:
+    """With the head's one CPU there is room for the three replicas and an engine process, and no more."""
+    for _ in range(3 if kind == "lora" else 2):
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
     return {"cluster": {"backend": "ray", "address": cluster.address}}
 
 
+@pytest.fixture(scope="module", params=VERSIONS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    return figures(understudy.train(recipe(tmp_path_factory.mktemp("local")), progress=False).dir)
+def local(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return bits(understudy.train(recipe(tmp_path_factory.mktemp("local"), kind), progress=False).dir, 4)
 
 
 @pytest.fixture
@@ -87,41 +110,41 @@ def hit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], lis
 
 @HEAD
 def test_a_replica_killed_while_it_takes_weights_costs_no_row_and_no_bit(
-    cluster: Any, tmp_path: Path, hit: Any, local: Any
+    cluster: Any, tmp_path: Path, hit: Any, kind: str, local: Any
 ) -> None:
     addresses = hit(lambda pid: os.kill(pid, signal.SIGKILL))
-    run = understudy.train(
-        recipe(tmp_path / "run", **on_two_nodes(cluster)), progress=False, on_step=until_back(3)
-    )
+    table = recipe(tmp_path / "run", kind, **on_nodes(cluster, kind))
+    run = understudy.train(table, progress=False, on_step=until_back(3))
     log = (run.dir / "logs" / "trainer.log").read_text()
 
-    assert figures(run.dir) == local
-    assert [line["rollout/teacher_version/max"] for line in lines(run.dir)] == [0, 1, 2, 3]
+    assert bits(run.dir, 4) == local
+    newest = [line["rollout/teacher_version/max"] for line in lines(run.dir)]
+    assert newest == ([0, 0, 1, 2] if kind == "lagging" else [0, 1, 2, 3])
     assert "ejected" in log and not any("127.0.0" in one for one in addresses)
-    # Ray chooses which of the three replicas sits beside the trainer.
+    # Ray chooses which of the replicas sits beside the trainer.
     assert re.search(r"version 1: (\d) of \1 remote replicas of teacher add have them", log)
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (32, 0)
 
 
 @HEAD
-def test_in_a_fully_async_run_a_replica_is_back_on_another_node(
-    cluster: Any, tmp_path: Path, hit: Any
-) -> None:
-    """Its node is lost while it takes weights."""
-    placed = on_two_nodes(cluster)
-    cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    node = LostNode(cluster)
-    hit(node.lose)
-    trainer = {"mode": "fully_async", "max_staleness": 1.0}
-    table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
-    run = understudy.train(table, progress=False, on_step=until_back(8))
-    assert node.is_lost
-    report = audit(run.dir / "dataplane")
-    assert report.balanced and (report.trained, report.dead) == (96, 0)
+def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, kind: str, local: Any) -> None:
+    """From the checkpoint of step 3, so that lagging teachers need weights that only `teacher_weights` has."""
+    run = killed_and_resumed(recipe(tmp_path / "run", kind, **on_nodes(cluster, kind)), step=4)
+    assert bits(run, 4) == local
 
 
 @HEAD
-def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, local: Any) -> None:
-    run = killed_and_resumed(recipe(tmp_path / "run", **on_two_nodes(cluster)))
-    assert figures(run) == local
+@pytest.mark.parametrize("end", ["its-node-is-lost", "it-hangs"])
+def test_in_a_fully_async_run_a_replica_is_back(cluster: Any, tmp_path: Path, hit: Any, end: str) -> None:
+    """It is stopped while it takes weights, and then its node is removed, or it stays as it is."""
+    placed = on_nodes(cluster)
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    node = LostNode(cluster)
+    hit(node.lose if end == "its-node-is-lost" else lambda pid: None)
+    trainer = {"mode": "fully_async", "max_staleness": 1.0}
+    table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
+    run = understudy.train(table, progress=False, on_step=until_back(8))
+    assert node.is_lost or "does not answer /health" in (run.dir / "logs" / "trainer.log").read_text()
+    report = audit(run.dir / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (96, 0)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from understudy.config import TeacherConfig, TrainerConfig
-from understudy.engines.hosted.client import HostChannel
+from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.errors import CheckpointError
 from understudy.policy.checkpoints.durable import sync_directory, sync_file
@@ -33,20 +33,42 @@ from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.pool.pool import TeacherPool
+from understudy.teacher.pool.supervisor import SupervisorOptions
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.weights.snapshots import Snapshots
 
 _TAKE_SECONDS = 300.0
 """How long a replica may take to load weights that are in memory."""
+_SILENCE_S = SupervisorOptions().probe_deadline
+"""How long a replica that takes weights may leave /health unanswered: as long as the pool's probe waits."""
+_BEAT_S = 1.0
 FOLDER = "teacher_weights"
 """The folder in the run directory with earlier weights, for teachers that lag behind."""
 
 
 class _Channel(HostChannel):
-    """The connection to one replica. An order has a deadline, because a replica does nothing else meanwhile."""
+    """The connection to one replica. An order has a deadline, because a replica does nothing else meanwhile.
+
+    The pool does not probe a replica that takes weights, so /health shows whether it hangs."""
 
     async def order(self, path: str, order: msgspec.Struct | None = None) -> None:
-        await self.ask(path, b"" if order is None else msgspec.json.encode(order), timeout_s=_TAKE_SECONDS)
+        body = b"" if order is None else msgspec.json.encode(order)
+        asking = asyncio.ensure_future(self.ask(path, body, timeout_s=_TAKE_SECONDS))
+        hanging = asyncio.ensure_future(self._until_it_hangs())
+        try:
+            await asyncio.wait([asking, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise HostLost(f"{self.name} does not answer /health, so it hangs or is gone")
+            asking.result()
+        finally:
+            asking.cancel()
+            hanging.cancel()
+            await asyncio.gather(asking, hanging, return_exceptions=True)
+
+    async def _until_it_hangs(self) -> None:
+        await asyncio.sleep(_BEAT_S)
+        while await self.answers(_SILENCE_S):
+            await asyncio.sleep(_BEAT_S)
 
 
 class FollowingReplicas:
