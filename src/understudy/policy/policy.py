@@ -342,21 +342,7 @@ class Policy:
     def load_state(self, state: PolicyState) -> None:
         """Continues from a saved state. Weights are restored in place, so an engine that shares their memory
         has them too."""
-        self._head_starts.take()
-        mine = self._trained_tensors()
-        missing, unknown = sorted(mine.keys() - state.model.keys()), sorted(state.model.keys() - mine.keys())
-        if missing or unknown:
-            raise CheckpointError(
-                f"the checkpoint does not fit the student: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
-                "was the run started with another model?"
-            )
-        for name, tensor in state.model.items():
-            dtype = self._dtypes[name]
-            if tensor.shape != mine[name].shape or tensor.dtype != dtype:
-                raise CheckpointError(
-                    f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
-                    f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
-                )
+        mine = self._fitted(state.model)
         # A critic's tensors may be stored beside the student's; the code that stored them takes them out.
         own = (item for item in state.optimizer.items() if not item[0].startswith(("ema/", "critic.")))
         optimizer = dict(own)
@@ -370,6 +356,32 @@ class Policy:
         self.step = int(state.progress["step"])
         self.updates = int(state.progress.get("updates", self.step))
         restore_random_state(state.progress["random"])
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a saved state alone, for a policy that is not trained further."""
+        mine = self._fitted(weights)
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                assign(mine[name], tensor)
+
+    def _fitted(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that saved weights are assigned to. `CheckpointError` if names, shapes or dtypes differ."""
+        self._head_starts.take()
+        mine = self._trained_tensors()
+        missing, unknown = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
+        if missing or unknown:
+            raise CheckpointError(
+                f"the checkpoint does not fit the student: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
+                "was the run started with another model?"
+            )
+        for name, tensor in weights.items():
+            dtype = self._dtypes[name]
+            if tensor.shape != mine[name].shape or tensor.dtype != dtype:
+                raise CheckpointError(
+                    f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
+                    f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
+                )
+        return mine
 
     def _trained_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the whole model, or the adapters if the rest is frozen."""
