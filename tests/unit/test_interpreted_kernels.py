@@ -19,6 +19,7 @@ CASES = [
     "losses/test_losses_triton.py",
     "losses/test_losses_usable.py",
     "losses/test_losses_no_candidates.py",
+    "engines/test_decode_windows.py::test_the_decode_loop_past_the_window_in_triton_s_interpreter",
     "engines/test_divided_rows.py::test_the_kernel_in_triton_s_interpreter",
     "engines/test_fused_decode.py::test_the_kernels_in_triton_s_interpreter",
     "engines/test_slots.py::test_the_kernels_equal_their_twins_in_triton_s_interpreter",

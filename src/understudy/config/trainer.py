@@ -180,7 +180,7 @@ class ClusterConfig(Section):
     """`off` uses a cluster that was started without authentication: anyone who can connect to it can run
     anything on it."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 180.0
-    """How long a child process may take to become ready."""
+    """How long a child process may take to become ready, and a server at `urls` to answer when the run starts."""
     pools: dict[str, PoolConfig] = Field(default={})
     """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
     roles: dict[Literal["student", "rollout", "workers", "critic"], str] = Field(default={})

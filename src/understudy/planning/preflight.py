@@ -358,9 +358,10 @@ class _Checks:
         self._add(reward.problems, reward.notes)
 
     def servers(self) -> None:
-        none_answers, some_answer = silent_servers(self.recipe)
-        self.unreached += none_answers
-        self.findings.notes += [*some_answer, *self.findings.unreached]
+        found = silent_servers(self.recipe)
+        self.unreached += found.wrong
+        self.findings.unreached += found.silent
+        self.findings.notes += self.findings.unreached
 
     def environment(self, new_run: bool) -> None:
         run = self.recipe.run

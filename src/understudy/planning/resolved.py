@@ -126,6 +126,8 @@ class TeacherSettings:
     temperature: float
     deterministic: bool
     restarts: int
+    start_seconds: float
+    """How long a server at `urls` may take to answer at the start."""
     default: str | None
     """The teacher of rows whose routing column names none."""
 
@@ -369,6 +371,7 @@ def _teachers(recipe: Recipe, compute: Compute) -> TeacherSettings:
         temperature=loss.teacher_temperature,
         deterministic=compute.deterministic,
         restarts=recipe.cluster.restarts.teacher,
+        start_seconds=recipe.cluster.start_timeout_seconds,
         default=recipe.data.default_teacher,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,34 +41,48 @@ _NEIGHBOURS = {
 }
 
 
-def silent_servers(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Running servers that the recipe names and that accept no connection: teachers and engines of which none
-    does, and those of which some do."""
+@dataclass
+class SilentServers:
+    """Running servers that the recipe names and that accept no connection, one line each."""
+
+    wrong: list[str] = field(default_factory=list)
+    """Their addresses name no host."""
+    silent: list[str] = field(default_factory=list)
+    """They may not be up yet: the start of a run waits for them."""
+
+
+def silent_servers(recipe: Recipe) -> SilentServers:
     named = {f"teachers.{name}.urls": teacher.urls for name, teacher in recipe.teachers.items()}
     named["rollout.urls"] = recipe.rollout.urls
-    none: list[str] = []
-    some: list[str] = []
+    found = SilentServers()
     for place, urls in named.items():
-        refused = [(url, why) for url in urls if (why := _unreachable(url))]
-        for url, why in refused:
+        for url in urls:
+            error = _unreachable(url)
+            if error is None:
+                continue
+            late = isinstance(error, TimeoutError)
+            why = f"no answer within {_CONNECT_SECONDS} s" if late else _reason(error)
             line = (
                 f"{place}: no server accepts connections at {url} ({why}); start it, or correct the address"
             )
-            (none if len(refused) == len(urls) else some).append(line)
-    return none, some
+            lasting = isinstance(error, socket.gaierror | ValueError)
+            (found.wrong if lasting else found.silent).append(line)
+    return found
 
 
-def _unreachable(url: str) -> str | None:
+def _unreachable(url: str) -> OSError | ValueError | None:
     """Why no connection to this address can be made; None if one can."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         with socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_SECONDS):
             return None
-    except TimeoutError:
-        return f"no answer within {_CONNECT_SECONDS} s"
     except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return error
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def ports_free(teacher: str, ports: Sequence[int]) -> list[str]:

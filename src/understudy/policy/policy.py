@@ -298,6 +298,11 @@ class Policy:
         self.updates = int(state.progress.get("updates", self.step))
         restore_random_state(state.progress["random"])
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a saved state alone, for a policy that is not trained further."""
+        self._head_starts.take()
+        self._weights.restore_model(weights)
+
     def accumulate(
         self,
         assembler: Assembler,

@@ -71,17 +71,22 @@ class StudentWeights:
 
     def restore(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Weights are restored in place, so an engine that shares their memory has them too."""
-        trained = self._trained()
-        self._check_fits(model, trained)
         # A critic's tensors may be stored beside the student's; the code that stored them takes them out.
         own = {name: one for name, one in optimizer.items() if not name.startswith(("ema/", "critic."))}
+        self._check_fits(model, self._trained())
         self._optimizer.check_state(own)
-        with torch.no_grad():
-            for name, tensor in model.items():
-                assign(trained[name], tensor)
+        self.restore_model(model)
         self._optimizer.load_state(own)
         if self._average is not None:
             self._average.load_state(optimizer)
+
+    def restore_model(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """The weights alone. `CheckpointError` if names, shapes or dtypes differ."""
+        trained = self._trained()
+        self._check_fits(saved, trained)
+        with torch.no_grad():
+            for name, tensor in saved.items():
+                assign(trained[name], tensor)
 
     def _check_fits(self, saved: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
         missing, unknown = sorted(trained.keys() - saved.keys()), sorted(saved.keys() - trained.keys())

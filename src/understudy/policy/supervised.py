@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from understudy.policy.load import switch_off_router_noise
+
 IGNORED = -100
 _PRINT_EVERY = 50
 Row = tuple[Sequence[int], Sequence[bool]]
@@ -105,13 +107,15 @@ def train(
     """Runs `schedule.steps` steps, fewer only if `after_step(steps taken)` returns False; returns how many.
 
     The model is trained on the device it is on; on a GPU in bfloat16 over float32 weights. `rows_at_once`
-    bounds the rows of one forward and backward, and so the memory; if not set, a step is one pass.
+    bounds the rows of one forward and backward, and so the memory; if not set, a step is one pass. Routers of experts add no
+    noise, as in a distillation run.
     """
     generator = torch.Generator().manual_seed(schedule.seed)
     batches = {name: _epochs(len(encoded[name]), rows, generator) for name, rows in schedule.rows.items()}
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=schedule.weight_decay
     )
+    switch_off_router_noise(model)
     model.train()
     started, taken = time.monotonic(), 0
     for step in range(schedule.steps):

@@ -61,8 +61,10 @@ from understudy.run.given import GivenRows
 from understudy.run.gpu_sharing import share_gpus
 from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import with_restarts
+from understudy.run.running_servers import running_servers
 from understudy.run.vitals import vitals, waits
 from understudy.serving.process import is_full_memory
+from understudy.serving.start_wait import wait_for_servers
 from understudy.trainers.callbacks import CallbackRunner, Callbacks
 from understudy.trainers.checkpoints import (
     finish_saving,
@@ -100,6 +102,7 @@ async def launch(
     notes = share_gpus(recipe.run, recipe.trainer.mode, recipe.cluster, partial(seat_here, recipe))
     seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
+    await _wait_for_servers(recipe, progress)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     if rows:
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
@@ -142,7 +145,15 @@ async def resume(
         return RunOutcome(run.path, saved, read_metrics(run.metrics))
     for change in changes:
         tell(f"changed {change}")
+    await _wait_for_servers(recipe, progress)
     return await _train(recipe, data, run, progress, None, changes, callbacks)
+
+
+async def _wait_for_servers(recipe: Recipe, progress: bool) -> None:
+    """Before anything is loaded or written: a user may start the servers of teachers and engine together with the run."""
+    servers = running_servers(recipe.teachers, recipe.rollout)
+    view = LiveView(0, enabled=progress)
+    await wait_for_servers(servers, recipe.cluster.start_timeout_seconds, view.note)
 
 
 def _is_finished(recipe: Recipe, run: RunDir, steps: int) -> bool:

@@ -49,7 +49,10 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     set_up_torch(settings.compute)
     store = CheckpointStore(run.checkpoints, settings.learn.trainer.keep_checkpoints)
     earlier = [saved for saved in store.steps() if saved <= refused.step]
-    policy, objective = _learner(run, settings, about["role"], store.load(max(earlier)) if earlier else None)
+    # A critic's weights are stored with the optimizer's state.
+    optimizer = about["role"] == "critic"
+    checkpoint = store.load(max(earlier), optimizer=optimizer) if earlier else None
+    policy, objective = _learner(run, settings, about["role"], checkpoint)
     findings = replay(policy, refused, objective)
     return Replay(refused, about["role"], max(earlier, default=0), findings)
 
@@ -70,5 +73,5 @@ def _learner(
     own = policy_settings(settings.learn, kept_usable_ids(run))
     policy = Policy(student.model, own, pictures=student.pictures)
     if checkpoint is not None:
-        policy.load_state(checkpoint.policy)
+        policy.load_weights(checkpoint.policy.model)
     return policy, objective_of(settings.learn.loss)

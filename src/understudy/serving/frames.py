@@ -4,8 +4,8 @@
     prefix = magic "UDFR" · header bytes u32 · array bytes u64
 
 A message is a `msgspec.Struct`, a dataclass or plain data, with numpy arrays and scalars anywhere in it. In the header an
-array is an extension of type 1: its dtype, number of dimensions, place and shape. Nothing is pickled and no
-array is converted to text. A frame that was truncated, extended or damaged raises `FrameError` before
+array is an extension of type 1: its dtype, number of dimensions, place and shape. An integer of more than 64 bits is one of type 2.
+Nothing is pickled and no array is converted to text. A frame that was truncated, extended or damaged raises `FrameError` before
 anything is computed.
 
     decoder = Decoder(Answer)
@@ -22,6 +22,7 @@ import math
 import struct
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,7 +32,9 @@ from understudy.errors import UnderstudyError
 
 MAGIC = b"UDFR"
 PREFIX = struct.Struct("<4sIQ")
-_ARRAY = 1
+_ARRAY, _INTEGER = 1, 2
+_KEPT = (msgspec.msgpack.Ext, bytes, bytearray, memoryview, datetime)
+"""What msgpack has and JSON has not."""
 _NOTE = struct.Struct("<3sBQ")
 _SHAPES = [struct.Struct(f"<{dims}Q") for dims in range(9)]
 _ALIGNED = 8
@@ -78,8 +81,25 @@ def encode(message: Any, other: Callable[[Any], Any] | None = None) -> bytes:
             size += _ALIGNED - rest
         return msgspec.msgpack.Ext(_ARRAY, packed)
 
-    header = msgspec.msgpack.encode(message, enc_hook=note)
+    try:
+        header = msgspec.msgpack.encode(message, enc_hook=note)
+    except OverflowError:  # an integer of more than 64 bits
+        parts, size = [], 0
+        plain = msgspec.to_builtins(message, enc_hook=note, builtin_types=_KEPT)
+        header = msgspec.msgpack.encode(_with_wide_integers(plain))
     return b"".join([PREFIX.pack(MAGIC, len(header), size), header, _PADDING[len(header) % _ALIGNED], *parts])
+
+
+def _with_wide_integers(value: Any) -> Any:
+    """Plain data in which an integer that msgpack does not know is an extension of type 2."""
+    if isinstance(value, dict):
+        return {key: _with_wide_integers(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_wide_integers(one) for one in value]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        digits = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return msgspec.msgpack.Ext(_INTEGER, digits)
+    return value
 
 
 class Decoder(Generic[Message]):
@@ -87,7 +107,7 @@ class Decoder(Generic[Message]):
 
     def __init__(self, kind: type[Message] | Any, error: type[UnderstudyError] = FrameError) -> None:
         """`error` is raised for anything that is not a frame of `kind`."""
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind, ext_hook=_array)
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind, ext_hook=_extension)
         self._error = error
 
     def decode(self, frame: bytes | bytearray | memoryview) -> Message:
@@ -138,8 +158,10 @@ def _sizes(frame: bytearray | memoryview) -> tuple[int, int]:
     return header_bytes, body_bytes
 
 
-def _array(code: int, note: memoryview) -> np.ndarray:
-    """The array that a header's extension describes."""
+def _extension(code: int, note: memoryview) -> np.ndarray | int:
+    """The array that a header's extension describes, or the integer that it is."""
+    if code == _INTEGER:
+        return int.from_bytes(note, "little", signed=True)
     body = _body.get()
     try:
         name, dims, start = _NOTE.unpack_from(note)

@@ -47,7 +47,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from understudy.dataplane.base import Count, Lease, Order
-from understudy.errors import DataError, PolicyError
+from understudy.errors import PolicyError
 from understudy.observability.faults import point
 from understudy.observability.profile import profiled
 from understudy.planning.windows import Windows
@@ -57,7 +57,7 @@ from understudy.trainers.checkpoints import checkpoint_due, record_step, save_ch
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated, evaluation_due
 from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
-from understudy.trainers.learn.update import claim_batch, step_metrics
+from understudy.trainers.learn.update import claim_batch, no_rows, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import ProducerMeters
@@ -287,11 +287,11 @@ class _AsyncRun:
             await progress.complete.wait()
             del self.progresses[window]
             if not self.system.producer.settings.rollout.filter_groups:
-                return await claim_batch(self.system.learner, first)
+                return await claim_batch(self.system.learner, first, self._none_left(step))
             places = self.windows.prompts_of(window)
             if await self._rows_of(first) == 0 and progress.filtered >= len(places):
                 raise nothing_to_learn(step, progress.filtered)
-            lease, batch, metrics = await claim_batch(self.system.learner, first)
+            lease, batch, metrics = await claim_batch(self.system.learner, first, self._none_left(step))
             return lease, batch, metrics | refill_metrics(progress.filtered, progress.refills)
         lease = await self._claim_next(first, step, progress)
         batch, metrics = await self.system.learner.batches.of(lease)
@@ -337,10 +337,19 @@ class _AsyncRun:
         updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
         prompts = -(-await prompts_held(system.producer, first) // updates)
         if prompts == 0:
-            raise DataError(
-                f"every row of step {step} failed; the reasons are in {system.state.run.dead_letters}"
-            )
+            raise no_rows(system.learner, self._none_left(step))
         return await claim(prompts)
+
+    def _none_left(self, step: int) -> str:
+        """What to say if this update has no row. A window's rows belong to all of its updates."""
+        window = self.windows.of_step(step)
+        first, last = self.windows.first_step(window), self.windows.last_step(window)
+        if first == last:
+            return f"every row of step {step} failed"
+        return (
+            f"step {step} has no row: those of steps {first} to {last}, which are one window (trainer.sync_every = "
+            f"{self.windows.sync_every}), failed or were trained by the steps before it"
+        )
 
     def _publishes_after(self, step: int) -> bool:
         return step == self.windows.last_step(self.windows.of_step(step))

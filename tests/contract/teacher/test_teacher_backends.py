@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from completion_servers import FakeCompletions, running
+from starlette.requests import Request
+from starlette.responses import Response
 from teacher_rig import TOKEN, VOCAB, random_items
 from transformers import AutoModelForCausalLM
 from vision_models import folder_of, picture, reader_of
@@ -19,8 +21,9 @@ from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.discover import Backend, connect_external
-from understudy.teacher.clients.http import RequestRefused, ScoringFailed
+from understudy.teacher.clients.http import NotServing, RequestRefused, ScoringFailed
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_signals, identify
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics
@@ -108,6 +111,29 @@ def test_every_backend_can_be_identified_by_its_scores(
     client: ScoringClient = native if backend == "native" else completions(fakes[backend][1])
     identity = using(client, identify)
     assert len(identity.probe_logprobs) == 11  # type: ignore[attr-defined]
+
+
+def test_a_server_that_is_overloaded_while_it_is_probed_is_not_asked_by_another_route(model: Path) -> None:
+    """It answered 429 to the first route, so it was taken for a server of an older kind, with fewer candidates."""
+
+    class Overloaded(FakeCompletions):
+        async def generate(self, http: Request) -> Response:
+            if not self.turned_away:
+                self.turned_away = True
+                return self.refuse("slowly", 429)
+            return await super().generate(http)
+
+    fake = Overloaded(model, "vllm")
+    fake.turned_away = False
+    with running(fake) as url:
+
+        async def twice(client: ScoringClient) -> Manifest:
+            with pytest.raises(NotServing, match="slowly"):
+                await client.manifest()
+            return await client.manifest()
+
+        found = using(completions(url), twice)
+    assert isinstance(found, Manifest) and found.limits.max_k == completion_servers.MAX_LOGPROBS
 
 
 def test_a_pool_runs_on_external_servers_of_another_kind(

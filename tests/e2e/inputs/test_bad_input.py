@@ -192,18 +192,21 @@ def test_an_external_teacher_that_is_not_there(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing listens at its address; or something accepts connections and hangs up."""
+    """Nothing listens at its address; or something accepts connections and hangs up. Both are waited for."""
     logging.getLogger("huggingface_hub").addHandler(caplog.handler)
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1] if answers else 9}"
         external = {"model": "x", "key": "add", "placement": "external", "urls": [url]}
-        path = write_toml(tmp_path / "recipe.toml", recipe("gone", teachers__add=external))
+        table = recipe("gone", teachers__add=external, cluster__start_timeout_seconds=0.5)
+        path = write_toml(tmp_path / "recipe.toml", table)
         assert main(["train", str(path), "--quiet"]) == 2
         server.shutdown()
     output = capsys.readouterr().err
-    message = "teacher add" if answers else "teachers.add.urls: no server accepts connections"
-    assert message in output and "Traceback" not in output, output
+    reason = f"{url}: {'Server disconnected' if answers else 'Connection refused'}. Start the server"
+    assert "teachers.add.urls: no answer within 0.5 s" in output and reason in " ".join(output.split())
+    assert not (tmp_path / "gone").exists()
+    assert "Traceback" not in output, output
     assert "Retrying" not in caplog.text, "a hub that was not reached is not asked again, which takes 25 s"
 
 

@@ -70,6 +70,13 @@ def test_a_refused_step_is_run_again_from_its_file(
     assert main(["replay", str(run), "--step", "1"]) == 2
     assert "no step after 1 others was refused" in capsys.readouterr().err
 
+    moments = run / "checkpoints" / "step-000002" / "optimizer.safetensors"
+    content = moments.read_bytes()
+    for damage in (lambda: moments.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF])), moments.unlink):
+        damage()
+        code, said = main(["replay", str(run)]), capsys.readouterr()
+        assert code == 1 and said.out == output, "a replay needs the weights alone: " + said.err
+
 
 def test_a_run_without_a_refused_step_says_so(recipe: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = understudy.train(recipe(trainer__steps=1), progress=False)

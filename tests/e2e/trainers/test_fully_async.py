@@ -15,6 +15,7 @@ from small_runs import call_cli, run_cli, start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
+from understudy.errors import DataError
 from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
@@ -160,6 +161,27 @@ def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert max(line["async/staleness/max"] for line in lines) <= 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_without_rows_is_told_as_what_it_is(recipe: Make, tmp_path: Path, every: int) -> None:
+    """Of a window of several steps: the rows are those of all its steps, and earlier steps may have trained some."""
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:16]
+    rows = [{**json.loads(line), "trouble": int(place >= 4)} for place, line in enumerate(lines)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = recipe(
+        data__train=str(tmp_path / "rows.jsonl"), data__shuffle=False, data__reward="small_rewards:broken_held_out",
+        trainer__batch_size=4, trainer__sync_every=every, trainer__max_staleness=0,
+        trainer__max_dead_letters=1.0, **ASYNC,
+    )  # fmt: skip
+    with pytest.raises(DataError) as error:
+        understudy.train(table, progress=False)
+    told = {
+        1: "every row of step 2 failed",
+        2: "step 2 has no row: those of steps 1 to 2, which are one window (trainer.sync_every = 2), failed or were trained by the steps "
+        "before it",
+    }[every]
+    assert str(error.value).startswith(f"{told}; the reasons are in ")
 
 
 @pytest.mark.slow

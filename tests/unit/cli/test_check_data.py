@@ -317,7 +317,7 @@ def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) 
 
 
 def test_a_teachers_server_that_does_not_answer(check: Check) -> None:
-    """A note in `check`, because the server may be started later; an error before `train` loads the student."""
+    """A note in `check`, because the server may be started later; `train` waits for it before it loads the student."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         url = f"http://127.0.0.1:{busy.getsockname()[1]}"
@@ -325,7 +325,19 @@ def test_a_teachers_server_that_does_not_answer(check: Check) -> None:
         code, output = check([{"messages": CHAT}], *external)
         message = f"teachers.add.urls: no server accepts connections at {url} (Connection refused); start it, or correct"
         assert code == 0 and message in output and "sound as far as it could be checked" in output
-        code, output = check([{"messages": CHAT}], *external, command="train")
-        assert code == 2 and f"error: {message}" in output
+        soon = "cluster.start_timeout_seconds=0.5"
+        code, output = check([{"messages": CHAT}], *external, soon, command="train")
+        assert (
+            code == 2
+            and f"no answer within 0.5 s (cluster.start_timeout_seconds); the last one of {url}: Connection refused"
+            in output
+        )
+        wrong = 'teachers.add.urls=["http://no-such-host.invalid:1"]'
+        code, output = check([{"messages": CHAT}], external[0], wrong, command="train")
+        assert (
+            code == 2
+            and "error: teachers.add.urls: no server accepts connections at http://no-such-host.invalid:1"
+            in output
+        )
         busy.listen()
         assert "no server accepts" not in check([{"messages": CHAT}], *external)[1]

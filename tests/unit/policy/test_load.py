@@ -14,6 +14,7 @@ from small_runs import ASSETS
 from transformers import AutoTokenizer
 
 from understudy.policy.load import load_student, load_tokenizer, switch_off_router_noise
+from understudy.policy.supervised import SupervisedSchedule, pad_rows, train
 
 
 def test_a_text_longer_than_the_context_is_encoded_without_a_warning(
@@ -59,6 +60,17 @@ def test_routers_add_no_noise_in_training(name: str, monkeypatch: pytest.MonkeyP
         logits.square().sum().backward()
         routers = [weight for key, weight in one.named_parameters() if "router" in key or ".gate." in key]
         assert routers and all(weight.grad is not None and weight.grad.any() for weight in routers)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_routers_add_no_noise_in_supervised_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [noisy(name, monkeypatch)]
+    models.append(copy.deepcopy(models[0]))
+    rows = pad_rows([(IDS[0].tolist(), [True] * IDS.shape[1])] * 2, 0)
+    for model in models:  # torch's generator goes on between the two
+        train(model, {"all": rows}, SupervisedSchedule(2, {"all": 2}, seed=0))
+    one, other = (model.state_dict() for model in models)
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_student_is_loaded_without_noise_and_its_log_says_so(

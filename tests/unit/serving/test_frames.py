@@ -14,6 +14,7 @@ from understudy.engines.hosted.messages import MessageError, decode_answer, deco
 from understudy.policy.ranks.wire import pack, unpack
 from understudy.rollout.workers import messages as workers
 from understudy.serving.frames import MAGIC, PREFIX, Decoder, FrameError, encode, read
+from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 from understudy.types.usable_ids import UsableIds
 
@@ -55,6 +56,22 @@ def test_what_a_frame_cannot_hold_is_refused_by_the_sender() -> None:
             encode({"x": value})
     assert ANYTHING.decode(encode({"x": 3j}, other=repr)) == {"x": "3j"}
     assert ANYTHING.decode(encode([np.float32(0.5), np.int64(3), np.bool_(True)])) == [0.5, 3, True]
+
+
+def test_integers_of_any_size_come_out_as_they_went_in() -> None:
+    """JSON has them, so a column of a dataset may. msgpack ends at 64 bits."""
+    wide = [1 << 64, -(1 << 63) - 1, 1 << 200, -(1 << 200), 10**400, (1 << 64) - 1, -(1 << 63), 0, True]
+    columns = {"answer": wide[0], "nested": {"all": wide, "raw": b"\0", "half": np.float32(0.5)}}
+    prompt = Prompt("00000-0000017", 17, 0, "add", text="…", columns=columns)
+    sampling = Sampling(4, (1,), usable=UsableIds(9, (3,)))
+    begin = workers.Begin(3, prompt, 0, sampling, 64)
+    back = Decoder[workers.ToWorker](workers.ToWorker).decode(workers.frame(begin))
+    assert isinstance(back, workers.Begin) and back.prompt.columns == columns and back.sampling == sampling
+    assert [type(one) for one in back.prompt.columns["nested"]["all"]] == [type(one) for one in wide]
+    mixed = ANYTHING.decode(encode({"before": np.arange(3), "wide": 1 << 99, "after": np.ones(2)}))
+    np.testing.assert_array_equal(mixed["before"], [0, 1, 2])
+    np.testing.assert_array_equal(mixed["after"], [1.0, 1.0])
+    assert mixed["wide"] == 1 << 99
 
 
 def test_damaged_frames_are_refused_with_the_error_of_the_role() -> None:

@@ -669,6 +669,79 @@ def test_a_server_that_names_a_time_while_it_is_probed_is_left_alone_too() -> No
     running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
+WAITING = replace(OPTIONS, supervisor=replace(SUPERVISOR, external_wait=60.0))
+
+
+class Loading(Rig):
+    """External replicas that raise these errors, one at each attempt to identify them."""
+
+    def __init__(self, *errors: TeacherError, names: str = "a") -> None:
+        super().__init__(names, external=True, options=WAITING)
+        self.errors, self.attempts = list(errors), list[float]()
+
+    def connect(self, teacher: str, replica: str, endpoint: Endpoint) -> Scripted:
+        scripted = super().connect(teacher, replica, endpoint)
+        self.attempts.append(self.clock.now())
+        scripted.probe_error = self.errors.pop(0) if self.errors else None
+        return scripted
+
+    async def started(self, seconds: float) -> None:
+        task = asyncio.create_task(self.pool.start())
+        await self.clock.advance(seconds)
+        assert task.done(), "the start waits still"
+        try:
+            await task
+            self.width = self.pool.width
+        finally:
+            await self.pool.close()
+
+
+def test_the_start_waits_for_an_external_server_that_cannot_answer_yet() -> None:
+    rig = Loading(REFUSED_CONNECTION, NotServing("(503) loading"), busy(7.0))
+    asyncio.run(rig.started(20.0))
+    assert rig.attempts == [0.0, 0.25, 0.75, 7.75]
+    (told,) = rig.told(EventKind.PAUSED)
+    assert told.message == (
+        "connection refused; start its server at http://elsewhere, or name another one in teachers.math.urls. Waiting up to 60 s "
+        "(cluster.start_timeout_seconds); Ctrl-C ends the wait"
+    )
+    assert [event.message for event in rig.told(EventKind.RESUMED)] == ["answers after 8 s"]
+    assert rig.width == 1, "it is not left alone any longer"
+
+
+def test_a_start_that_waited_too_long_says_how_long_and_what_was_answered_last() -> None:
+    rig = Loading(REFUSED_CONNECTION, *[busy(1e9)] * 9)
+    with pytest.raises(TeacherUnavailable) as error:
+        asyncio.run(rig.started(61.0))
+    assert rig.attempts == [0.0, 0.25, 60.0]
+    assert str(error.value) == (
+        "(429) slowly; start its server at http://elsewhere, or name another one in teachers.math.urls. Waited 60 s for it "
+        "(cluster.start_timeout_seconds = 60); raise that if it takes longer"
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [NotAllowed("(401) no token"), NoSuchRoute("(404) no model"), TeacherError("serves no model 'x'"), LIE]
+)  # fmt: skip
+def test_an_error_that_waiting_does_not_mend_ends_the_start_at_once(error: TeacherError) -> None:
+    rig = Loading(NotServing("(503) loading"), error)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        asyncio.run(rig.started(1.0))
+    assert rig.attempts == [0.0, 0.25]
+
+
+def test_a_cancelled_start_does_not_wait_on() -> None:
+    async def start() -> None:
+        rig = Loading(*[REFUSED_CONNECTION] * 99)
+        task = asyncio.create_task(rig.pool.start())
+        await rig.clock.advance(3.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(start())
+
+
 def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
     """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
 

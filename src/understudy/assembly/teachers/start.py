@@ -149,7 +149,9 @@ def _pool(launch: _Launch, name: str, teacher: TeacherConfig, teachers: Teachers
         cache_bytes=teacher.cache_bytes,
         # For processes of this run, `cluster.restarts.teacher` decides when the pool gives up.
         outage_most=teacher.outage_seconds if teacher.placement == "external" else None,
-        supervisor=SupervisorOptions(health=HealthRules(restarts=restarts)),
+        supervisor=SupervisorOptions(
+            health=HealthRules(restarts=restarts), external_wait=launch.settings.start_seconds
+        ),
     )
     launcher = teachers.launchers.get(name)
     if launcher is None:

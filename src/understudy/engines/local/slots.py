@@ -45,7 +45,10 @@ def _head_size(config: Any) -> int:
 
 
 def pool_fits(model: Any) -> bool:
-    """Whether this model's decode steps can run over slots."""
+    """Whether this model's decode steps can run over slots. Code that came with a model may give other meanings to the names of
+    transformers' classes."""
+    if not type(model).__module__.startswith("transformers."):
+        return False
     config = model.config.get_text_config(decoder=True)
     plain = config.model_type in MODEL_TYPES
     return plain and decode_attention.kernel_fits(

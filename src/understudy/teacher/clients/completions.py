@@ -198,6 +198,8 @@ class CompletionsClient:
             try:
                 await self._ask(route, item, None)
             except (RequestRefused, TeacherReplyError, ScoringFailed, NotServing) as error:
+                if isinstance(error, NotServing) and error.overloaded:
+                    raise  # that says nothing of the route
                 missing[route.value] = str(error)
                 failed = error if isinstance(error, (ScoringFailed, NotServing)) else failed
                 continue

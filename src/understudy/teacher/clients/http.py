@@ -13,7 +13,8 @@ from understudy.serving.endpoint import Endpoint
 from understudy.teacher.protocol import MISSING_MEDIA
 
 REFUSALS = (400, 401, 403, 404, 405, 413, 422)
-NOT_NOW = (408, 429, 502, 503, 504)
+TOO_MANY = 429
+NOT_NOW = (408, TOO_MANY, 502, 503, 504)
 
 
 class RequestRefused(TeacherError, client.ServerRefused):
@@ -30,6 +31,9 @@ class NotAllowed(RequestRefused):
 
 class NotServing(TeacherUnavailable):
     """The server, or a gateway before it, answered that it does not serve now. No row is at fault."""
+
+    overloaded = False
+    """It has too many requests (429), so it has this path."""
 
 
 class MediaMissing(TeacherError):
@@ -86,7 +90,7 @@ class TeacherChannel(ServerClient):
         # A native replica that could not score a request answers 503 as well.
         if reply.status in NOT_NOW and not reply.has_kind:
             unserved = NotServing(f"{self.name}: {path} is not served now {detail}")
-            unserved.retry_after = reply.retry_after
+            unserved.retry_after, unserved.overloaded = reply.retry_after, reply.status == TOO_MANY
             return unserved
         if reply.status not in REFUSALS:
             return ScoringFailed(f"{self.name}: {path} failed {detail}")

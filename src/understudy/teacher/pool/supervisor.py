@@ -16,6 +16,7 @@ from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherUnav
 from understudy.media.store import MediaStore
 from understudy.observability.report import many
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.start_wait import KEY, StartWait, is_lasting
 from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
@@ -57,6 +58,8 @@ class SupervisorOptions:
     """The same for a process that has just started and may still be warming up."""
     slowest_tokens_per_second: float = 500.0
     start_deadline: float = 600.0
+    external_wait: float = 0.0
+    """How long the start of a run waits for an external server that refuses connections or cannot serve yet."""
     starts_again: int = 3
     """How often a replica is started again whose process is killed while the run starts."""
     watch_every: float = 0.25
@@ -313,16 +316,46 @@ class ReplicaSupervisor:
     async def _first_start(self, replica: Replica) -> Identity:
         """Brings the replica up, and starts its process again if a signal kills it meanwhile. Any other error ends
         the start at once."""
+        if replica.spec.external:
+            return await self._first_answer(replica)
+        assert self._launcher is not None
         for _ in range(self._options.starts_again):
             try:
                 return await self._bring_up(replica)
             except (ChildDied, TeacherUnavailable) as error:
-                launcher = None if replica.spec.external else self._launcher
-                lost = launcher is not None and not launcher.alive(replica.name)
+                lost = not self._launcher.alive(replica.name)
                 if not (error.killed if isinstance(error, ChildDied) else lost):
                     raise
                 self.tell(EventKind.EJECTED, replica.name, "its process was killed while it started")
         return await self._bring_up(replica)
+
+    async def _first_answer(self, replica: Replica) -> Identity:
+        """Waits for an external server that refuses connections, loads its model or is overloaded. An error that waiting
+        does not mend ends the start at once."""
+        most = self._options.external_wait
+        wait = StartWait(most, self._clock.now)
+        told = False
+        while True:
+            try:
+                found = await self._bring_up(replica)
+            except TeacherUnavailable as error:
+                pause = None if is_lasting(error) else wait.pause(error.retry_after)
+                if pause is None:
+                    if not told:
+                        raise
+                    raise TeacherUnavailable(
+                        f"{error}. Waited {wait.waited:.0f} s for it ({KEY} = {most:g}); raise that if it takes longer"
+                    ) from error
+                if not told:
+                    told = True
+                    words = f"{error}. Waiting up to {most:g} s ({KEY}); Ctrl-C ends the wait"
+                    self.tell(EventKind.PAUSED, replica.name, words)
+                await self._clock.sleep(pause)
+            else:
+                replica.resting_until = 0.0  # it answers sooner than it asked for
+                if told:
+                    self.tell(EventKind.RESUMED, replica.name, f"answers after {wait.waited:.0f} s")
+                return found
 
     async def _join(self, replica: Replica) -> None:
         """Brings the replica up and checks its identity. If new weights were delivered meanwhile, it is identified
@@ -359,7 +392,7 @@ class ReplicaSupervisor:
         """The first identity probe. Retried for our own processes, which may be slow to accept connections on
         a busy machine.
 
-        An external server that cannot be reached is an error at once.
+        An external server that cannot be reached is an error at once; `_first_answer` waits for it.
         """
         latest = self._clock.now() + self._options.first_probe_deadline
         while True:
@@ -367,9 +400,11 @@ class ReplicaSupervisor:
                 return await self._identify(replica, max(1.0, latest - self._clock.now()))
             except TeacherUnavailable as error:
                 if replica.spec.endpoint is not None:
-                    raise TeacherUnavailable(
+                    unserved = TeacherUnavailable(
                         f"{error}; start its server at {replica.spec.endpoint.url}, or name another one in teachers.{self.teacher}.urls"
-                    ) from error
+                    )
+                    unserved.retry_after = error.retry_after
+                    raise unserved from error
                 living = self._launcher is not None and self._launcher.alive(replica.name)
                 if not living or self._clock.now() >= latest:
                     raise

@@ -39,19 +39,24 @@ _MOST_LISTED = 5
 """Incomplete rows that an error names."""
 
 
-async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dict[str, float]]:
+def no_rows(learner: Learner, which: str) -> DataError:
+    return DataError(f"{which}; the reasons are in {learner.state.run.dead_letters}")
+
+
+async def claim_batch(
+    learner: Learner, step: int, if_none: str = ""
+) -> tuple[Lease, BatchRef, dict[str, float]]:
     """Lease every row made for this step, in order of key, and lay its columns out for training.
 
-    Called after the step's producers have ended: a row that is incomplete then raises an error.
+    Called after the step's producers have ended: a row that is incomplete then raises an error. `if_none`: what to say if
+    there is no row; by default that every row of the step failed.
     """
     fields, mine = training_columns(learner.settings.loss, learner.settings.scored), {"step": step}
     depth = await learner.state.plane.depth(PARTITION, fields=fields, where=mine, step=step)
     if depth.ready < depth.rows:
         raise await _incomplete_rows(learner, step, fields)
     if depth.ready == 0:
-        raise DataError(
-            f"every row of step {step} failed; the reasons are in {learner.state.run.dead_letters}"
-        )
+        raise no_rows(learner, if_none or f"every row of step {step} failed")
     lease = await learner.state.plane.claim(
         PARTITION, depth.ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
     )
