@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from understudy.assembly.teachers import token_of
+from understudy.assembly.teachers.clients import token_of
 from understudy.config import TeacherConfig
 from understudy.config.rollout import RolloutConfig
 from understudy.planning.preflight import endpoints_of

@@ -92,25 +92,25 @@ async def _wait(servers: Servers, most: float, tell: Callable[[str], object]) ->
     """None, or what to tell the user of those that did not answer in time."""
     wait = StartWait(most)
     clients = [ServerClient(one.url, one, connect_s=_CONNECT_S) for one in servers.endpoints]
-    told = False
+    announced = False
     try:
         while True:
             states = await asyncio.gather(*(_state(client, servers.path) for client in clients))
             late = [(client, state) for client, state in zip(clients, states, strict=True) if state]
             if not late or (not servers.all_needed and len(late) < len(clients)):
-                if told:
+                if announced:
                     tell(f"{servers.key}: answers after {wait.waited:.0f} s")
                 return None
-            said = "; ".join(f"{client.name}: {state.why}" for client, state in late)
+            reasons = "; ".join(f"{client.name}: {state.why}" for client, state in late)
             pause = wait.pause(max(state.asked for _, state in late))
             if pause is None:
                 return (
-                    f"{servers.key}: no answer within {most:g} s ({KEY}); the last one of {said}. Start the server, correct the "
+                    f"{servers.key}: no answer within {most:g} s ({KEY}); the last one of {reasons}. Start the server, correct the "
                     f"address, or raise {KEY}"
                 )
-            if not told:
-                told = True
-                tell(f"{servers.key}: waiting up to {most:g} s ({KEY}) for {said}; Ctrl-C ends the wait")
+            if not announced:
+                announced = True
+                tell(f"{servers.key}: waiting up to {most:g} s ({KEY}) for {reasons}; Ctrl-C ends the wait")
             await asyncio.sleep(pause)
     finally:
         for client in clients:

@@ -348,8 +348,8 @@ class ReplicaSupervisor:
                     ) from error
                 if not told:
                     told = True
-                    words = f"{error}. Waiting up to {most:g} s ({KEY}); Ctrl-C ends the wait"
-                    self.tell(EventKind.PAUSED, replica.name, words)
+                    message = f"{error}. Waiting up to {most:g} s ({KEY}); Ctrl-C ends the wait"
+                    self.tell(EventKind.PAUSED, replica.name, message)
                 await self._clock.sleep(pause)
             else:
                 replica.resting_until = 0.0  # it answers sooner than it asked for
