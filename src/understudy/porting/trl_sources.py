@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import ConfigError
+from understudy.porting.hydra_values import read_value, read_yaml
 from understudy.porting.shell import read_script
-from understudy.porting.sources import Source, read_value, read_yaml
+from understudy.porting.sources import Source
 
 _CALL = re.compile(r"(?:Config|Trainer|Arguments)$")
 _SOURCES = "give a Python file, a YAML or JSON file, a shell script or a command with --key value"
@@ -72,7 +73,7 @@ def _python(text: str, name: str) -> Source:
 
 def _command(text: str, name: str) -> Source:
     script = read_script(text, os.environ)
-    found = [words for words in script.commands if sum(word.startswith("--") for word in words) > 1]
+    found = [one.words for one in script.commands if sum(word.startswith("--") for word in one.words) > 1]
     if not found:
         raise ConfigError(f"{name} has no command with --key value; {_SOURCES}")
     source = Source(unresolved=script.unresolved)
