@@ -1,4 +1,4 @@
-"""Reads what a user has: a YAML file, a shell script, or a command line with hydra overrides, as dotted keys."""
+"""Reads what a user of hydra has: a YAML file, a shell script, or a command line with overrides, as dotted keys."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from understudy.config.base import flatten
 from understudy.errors import ConfigError
-from understudy.porting.shell import read_script
+from understudy.porting.hydra_values import dotted, followed, is_table, read_table, read_value
+from understudy.porting.shell import Command, Script, read_script
 
-_OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_]\w*(?:[./][\w-]+)*)=(.*)", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^}]*))?\}")
+_OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_]\w*(?:[./][\w-]+)*)(@[\w.]+)?=(.*)", re.DOTALL)
+_REMOVAL = re.compile(r"~([A-Za-z_][\w./-]*)(=.*)?", re.DOTALL)
 _YAML = (".yaml", ".yml", ".json")
-_NO_KEYS = ("_target_", "defaults", "hydra")
-"""Parts of a hydra file that are about hydra."""
+_FORMS = "give a YAML file, a shell script or a command"
 
 
 @dataclass(slots=True)
@@ -28,118 +25,165 @@ class Source:
     """What was given, as dotted keys, and what could not be read."""
 
     keys: dict[str, Any] = field(default_factory=dict)
-    flags: list[str] = field(default_factory=list)
-    """Flags of hydra, such as `--config-name=…`."""
     program: str = ""
-    """The module that the command runs."""
+    """The module or file that the command runs."""
+    config: str = ""
+    """The file that the command names with `--config-name`."""
+    not_read: list[str] = field(default_factory=list)
+    """Files of hydra that the configuration builds on."""
     notes: list[str] = field(default_factory=list)
     unresolved: list[str] = field(default_factory=list)
     """Parts of values that only a shell could expand."""
 
 
-def read_source(arguments: Sequence[str], marker: str) -> Source:
-    """Of a file and overrides, or of a command. `marker` is in the command that a script is searched for."""
-    if len(arguments) == 1 and re.search(r"\s", arguments[0]):
-        return _of_script(arguments[0], marker, "the command")
-    first = Path(arguments[0]).expanduser()
+def read_source(words: Sequence[str]) -> Source:
+    """Of a file and overrides, or of a command."""
+    if len(words) == 1 and re.search(r"\s", words[0]):
+        return _of_script(words[0], Path(), "the command")
+    first = Path(words[0]).expanduser()
     if first.is_file():
         text = _text(first)
-        yaml_file = first.suffix in _YAML or (first.suffix != ".sh" and _is_yaml(text))
-        source = Source(read_yaml(text, str(first))) if yaml_file else _of_script(text, marker, str(first))
-        _add(source, arguments[1:])
-        return source
-    if first.suffix in (*_YAML, ".sh"):
-        raise ConfigError(f"no file at {first}; give a YAML file, a shell script or a command")
+        if first.suffix in _YAML or (first.suffix != ".sh" and is_table(text)):
+            source = Source()
+            _of_file(source, first, text)
+            _overrides(source, words[1:])
+            return _finished(source)
+        return _of_script(text, first, str(first), words[1:])
+    if first.is_dir() or first.suffix in (*_YAML, ".sh"):
+        what = "a folder" if first.is_dir() else "no file"
+        raise ConfigError(f"{first} is {what}; {_FORMS}")
     source = Source()
-    _add(source, arguments)
+    _of_command(source, words, Path())
     if not source.keys:
-        raise ConfigError(
-            f"{arguments[0]!r} is no file, and no word of the command is key=value; give a YAML file, a shell script or a command"
+        raise ConfigError(f"{words[0]!r} is no file, and no word of the command is key=value; {_FORMS}")
+    return _finished(source)
+
+
+def notes_on_shell(script: Script, command: Command) -> list[str]:
+    """What a reader of the recipe should know of how the command was read."""
+    notes = [
+        f"the script reads {one} (`source`), which was not read here: its variables are not known"
+        for one in script.sourced
+    ]
+    if command.undecided:
+        names = ", ".join(f"${name}" for name in command.undecided)
+        notes.append(
+            f"{names}: set in a loop, or under a condition that only a shell can tell; the last value in the script was taken"
         )
-    return source
+    return notes
 
 
-def read_yaml(text: str, name: str) -> dict[str, Any]:
-    try:
-        table = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not YAML: {error}") from None
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} holds {type(table).__name__}; expected a table of keys")
-    flat = {
-        key: _typed(value)
-        for key, value in flatten({k: v for k, v in table.items() if k not in _NO_KEYS}).items()
-        if key.rpartition(".")[2] not in _NO_KEYS
-    }
-    return {key: value for key in flat if (value := _resolved(flat, key, 0)) is not _UNKNOWN}
+def _of_script(text: str, path: Path, name: str, more: Sequence[str] = ()) -> Source:
+    """`more`: overrides behind the script's name."""
+    script = read_script(text, os.environ, path)
+    starts = [one for one in script.commands if _program(one.words) is not None]
+    found = [one for one in starts if any(_is_key(word) for word in _arguments(one.words))]
+    found = found or [one for one in script.commands if sum(map(_is_key, one.words)) > 2]
+    if not found:
+        raise ConfigError(f"{name} has no command with key=value words; {_FORMS} that starts a training")
+    command = found[-1]
+    source = Source(unresolved=script.unresolved, notes=notes_on_shell(script, command))
+    _of_command(source, command.words, path.parent)
+    if len(found) > 1:
+        source.notes.append(f"{len(found)} commands have key=value words; the last one was read")
+    source.notes += [
+        f"{one.words[0]} begins a command of its own, for the line before it does not end with \\: it was not read"
+        for one in script.commands
+        if one is not command and _is_key(one.words[0])
+    ]
+    _overrides(source, more)
+    return _finished(source)
 
 
-def read_value(text: str) -> Any:
-    """A value of a hydra override. YAML, but `1e-6` is a number."""
-    try:
-        value = yaml.safe_load(text) if text.strip() else ""
-    except yaml.YAMLError:
-        value = text
-    return text if isinstance(value, Mapping) and not text.lstrip().startswith("{") else _typed(value)
-
-
-def _typed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_typed(one) for one in value]
-    if isinstance(value, str):
-        if _NUMBER.fullmatch(value):
-            return float(value)
-        return None if value in ("None", "none", "???") else value  # ???: needed, and not given
-    return value
-
-
-_UNKNOWN = object()
-"""Marks a reference that leads nowhere: the value is another key's, or hydra's own."""
-
-
-def _resolved(flat: Mapping[str, Any], key: str, depth: int) -> Any:
-    value = flat[key]
-    if not isinstance(value, str) or "${" not in value or depth > 8:
-        return value
-    found = _REFERENCE.fullmatch(value)
-    if found is None:
-        return _UNKNOWN
-    if found[1] in flat:
-        return _resolved(flat, found[1], depth + 1)
-    return read_value(found[2]) if found[2] else _UNKNOWN
-
-
-def _of_script(text: str, marker: str, name: str) -> Source:
-    script = read_script(text, os.environ)
-    ours = [command for command in script.commands if any(marker in word for word in command)]
-    ours = ours or [command for command in script.commands if sum(map(_is_override, command)) > 2]
-    if not ours:
-        raise ConfigError(
-            f"{name} has no command with {marker!r} in it and no key=value words; nothing to import"
-        )
-    source = Source()
-    _add(source, ours[-1])
-    if len(ours) > 1:
-        source.notes.append(f"{len(ours)} commands run {marker}; the last one was read")
-    source.unresolved = script.unresolved
-    return source
-
-
-def _is_override(word: str) -> bool:
-    return _OVERRIDE.fullmatch(word) is not None
-
-
-def _add(source: Source, arguments: Sequence[str]) -> None:
+def _of_command(source: Source, words: Sequence[str], folder: Path) -> None:
+    """`folder`: where the script lies."""
+    source.program = _program(words) or ""
+    arguments = _arguments(words)
+    given: dict[str, str] = {}
     for place, word in enumerate(arguments):
-        found = _OVERRIDE.fullmatch(word)
-        if found:
-            source.keys[found[2].replace("/", ".")] = read_value(found[3])
-        elif word.startswith("--"):
-            source.flags.append(word)
-        elif word.startswith("~"):
-            source.notes.append(f"{word} removes a key; it was not followed")
-        elif place and arguments[place - 1] == "-m":
-            source.program = word
+        flag, equals, value = word.partition("=")
+        if flag in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"):
+            name = {"n": "name", "p": "path", "d": "path"}[flag[-1]] if flag[1] != "-" else flag[9:]
+            given[name.replace("dir", "path")] = (
+                value if equals else "".join(arguments[place + 1 : place + 2])
+            )
+    if "name" in given:
+        source.config = given["name"].removesuffix(".yaml")
+        path = given.get("path", "config")
+        _compose(source, source.config, [Path(path), folder / path])
+    _overrides(source, arguments)
+
+
+def _compose(source: Source, name: str, folders: Sequence[Path]) -> None:
+    """The keys of a file of hydra's and of those in its folder that it builds on, where they can be found."""
+    found = next((file for one in folders if (file := one.expanduser() / f"{name}.yaml").is_file()), None)
+    if found is None:
+        source.not_read.append(name)
+    else:
+        _of_file(source, found, _text(found))
+
+
+def _of_file(source: Source, path: Path, text: str) -> None:
+    table = read_table(text, str(path))
+    if not isinstance(table, Mapping):
+        _overrides(source, table)
+        return
+    for one in table.get("defaults") or ():
+        if isinstance(one, str) and one != "_self_" and one != path.stem:
+            _compose(source, one, [path.parent])
+        elif isinstance(one, Mapping):
+            source.not_read += [f"{key}: {value}" for key, value in one.items() if value is not None]
+    source.keys |= dotted(table)
+
+
+def _finished(source: Source) -> Source:
+    source.keys, missing = followed(source.keys)
+    if missing:
+        shown = "; ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+        source.notes.append(f"{len(missing)} values refer to what is not given and were left out: {shown}")
+    return source
+
+
+def _overrides(source: Source, words: Sequence[str]) -> None:
+    for word in words:
+        found, removed = _OVERRIDE.fullmatch(word), _REMOVAL.fullmatch(word)
+        if found and found[3]:
+            source.not_read.append(word)
+        elif found:
+            value, key = read_value(found[4]), found[2].replace("/", ".")
+            source.keys |= flatten({key: value}) if isinstance(value, Mapping) and value else {key: value}
+        elif removed:
+            name = removed[1].replace("/", ".")
+            gone = [key for key in source.keys if key == name or key.startswith(f"{name}.")]
+            for key in gone:
+                del source.keys[key]
+            source.notes.append(f"{word} takes the key out: it counts as not given")
+        elif "=" in word and not word.startswith("-"):
+            source.notes.append(f"{word} is no override of hydra's form; it was not read")
+
+
+def _program(words: Sequence[str]) -> str | None:
+    """The module behind `-m`, or the Python file."""
+    place = _program_place(words)
+    return None if place is None else words[place]
+
+
+def _arguments(words: Sequence[str]) -> Sequence[str]:
+    place = _program_place(words)
+    return words if place is None else words[place + 1 :]
+
+
+def _program_place(words: Sequence[str]) -> int | None:
+    for place, word in enumerate(words):
+        if word.endswith(".py") or (place and words[place - 1] == "-m"):
+            return place
+    return None
+
+
+def _is_key(word: str) -> bool:
+    """`a.b=value`"""
+    found = _OVERRIDE.fullmatch(word)
+    return found is not None and "." in found[2]
 
 
 def _text(path: Path) -> str:
@@ -147,10 +191,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-
-
-def _is_yaml(text: str) -> bool:
-    try:
-        return isinstance(yaml.safe_load(text), Mapping)
-    except yaml.YAMLError:
-        return False

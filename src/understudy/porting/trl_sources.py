@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import ConfigError
+from understudy.porting.hydra_values import read_value, read_yaml
 from understudy.porting.shell import read_script
-from understudy.porting.sources import Source, read_value, read_yaml
+from understudy.porting.sources import Source
 
 _CALL = re.compile(r"(?:Config|Trainer|Arguments)$")
 _SOURCES = "give a Python file, a YAML or JSON file, a shell script or a command with --key value"
 
 
-def read_trl(arguments: Sequence[str]) -> Source:
+def read_trl(words: Sequence[str]) -> Source:
     """`Source.program` names the class, or the script that is run."""
-    if len(arguments) == 1 and re.search(r"[\s(]", arguments[0]):
-        text = arguments[0]
+    if len(words) == 1 and re.search(r"[\s(]", words[0]):
+        text = words[0]
         return _python(text, "the text") if re.search(r"\w+\(", text) else _command(text, "the command")
-    first = Path(arguments[0]).expanduser()
+    first = Path(words[0]).expanduser()
     if first.suffix in (".py", ".yaml", ".yml", ".json", ".sh"):
         try:
             text = first.read_text()
@@ -31,12 +32,12 @@ def read_trl(arguments: Sequence[str]) -> Source:
         if first.suffix == ".sh":
             return _command(text, str(first))
         source = _python(text, str(first)) if first.suffix == ".py" else Source(read_yaml(text, str(first)))
-        _flags(source, arguments[1:])
+        _flags(source, words[1:])
         return source
     source = Source()
-    _flags(source, arguments)
+    _flags(source, words)
     if not source.keys:
-        raise ConfigError(f"no key in {' '.join(arguments)!r}; {_SOURCES}")
+        raise ConfigError(f"no key in {' '.join(words)!r}; {_SOURCES}")
     return source
 
 
@@ -72,7 +73,7 @@ def _python(text: str, name: str) -> Source:
 
 def _command(text: str, name: str) -> Source:
     script = read_script(text, os.environ)
-    found = [command for command in script.commands if sum(word.startswith("--") for word in command) > 1]
+    found = [one.words for one in script.commands if sum(word.startswith("--") for word in one.words) > 1]
     if not found:
         raise ConfigError(f"{name} has no command with --key value; {_SOURCES}")
     source = Source(unresolved=script.unresolved)
@@ -80,10 +81,10 @@ def _command(text: str, name: str) -> Source:
     return source
 
 
-def _flags(source: Source, arguments: Sequence[str]) -> None:
+def _flags(source: Source, words: Sequence[str]) -> None:
     place = 0
-    while place < len(arguments):
-        word, place = arguments[place], place + 1
+    while place < len(words):
+        word, place = words[place], place + 1
         if word.endswith(".py"):
             source.program = source.program or Path(word).name
         if not word.startswith("--"):
@@ -92,11 +93,11 @@ def _flags(source: Source, arguments: Sequence[str]) -> None:
         values: list[Any] = [read_value(text)] if equals else []
         while (
             not equals
-            and place < len(arguments)
-            and not arguments[place].startswith("--")
-            and not arguments[place].endswith(".py")
+            and place < len(words)
+            and not words[place].startswith("--")
+            and not words[place].endswith(".py")
         ):
-            values.append(read_value(arguments[place]))
+            values.append(read_value(words[place]))
             place += 1
         name = key.replace("-", "_")
         if name == "config" and values:

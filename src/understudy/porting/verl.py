@@ -1,28 +1,41 @@
-"""A recipe from a configuration of verl (0.9): what is carried over, what verl's defaults make it, what is left out.
+"""A recipe from a configuration of verl (0.8 to 0.10): what is carried over, what verl's defaults make it, what is left out.
 
 `docs/coming-from-verl.md` explains the differences. Keys without a counterpart are in `verl_keys.py`.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from understudy.config.messages.unknown_keys import unknown_key
 from understudy.config.tables import RecipeTables
+from understudy.errors import ConfigError
 from understudy.porting.recipe_draft import Draft, expanded
 from understudy.porting.sources import Source
+from understudy.porting.verl_gkd import gkd_objective, is_gkd
 from understudy.porting.verl_keys import settled
 from understudy.porting.verl_objective import objective, teachers, with_task_rewards
 from understudy.porting.verl_rollout import machines, rollout
+from understudy.porting.verl_schedule import schedule_of
 from understudy.porting.verl_trainer import trainer
 
 _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_OWN_FILE = re.compile(r"(ppo|(fully_async|one_step_off|transfer_queue)_ppo)_(\w+_)?trainer$")
+"""Files of verl's own, whose defaults are known."""
+_OTHER_PROGRAMS = {
+    "sft_trainer": "trains on given answers alone",
+    "main_generation": "writes answers without training",
+    "main_eval": "scores answers without training",
+    "model_merger": "merges checkpoints",
+}
 _EARLIER = {
     "distillation.teacher_model.n_gpus_per_node": "distillation.n_gpus_per_node",
     "distillation.teacher_model.nnodes": "distillation.nnodes",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
+    "rollout.total_epochs": "trainer.total_epochs",
     "reward_model.overlong_buffer.enable": "reward.reward_kwargs.overlong_buffer_cfg.enable",
     "reward_model.overlong_buffer.len": "reward.reward_kwargs.overlong_buffer_cfg.len",
     "reward_model.overlong_buffer.penalty_factor": "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
@@ -32,17 +45,25 @@ _EARLIER = {
 
 
 def from_verl(source: Source) -> Draft:
+    other = next((text for name, text in _OTHER_PROGRAMS.items() if name in source.program), None)
+    if other is not None:
+        raise ConfigError(
+            f"{source.program} {other}; import-verl reads RL and on-policy distillation, such as verl.trainer.main_ppo"
+        )
     draft = Draft(
         {_today(key): value for key, value in source.keys.items()}, "verl", notes=list(source.notes)
     )
-    fully_async = _is_async(draft, source)
+    schedule, gkd = schedule_of(draft, source), is_gkd(draft, source.program)
     _student(draft)
     _data(draft)
     _reward(draft)
-    teachers(draft)
-    objective(draft)
-    rollout(draft, machines(draft), fully_async)
-    trainer(draft, fully_async)
+    if gkd:
+        gkd_objective(draft)
+    else:
+        teachers(draft)
+        objective(draft)
+    rollout(draft, machines(draft), schedule)
+    trainer(draft, schedule, whole=gkd)
     _the_rest(draft, source)
     written = draft.toml()
     draft.notes += [
@@ -58,12 +79,6 @@ def _today(key: str) -> str:
     if key.startswith(one) and not key.endswith("enable_resource_pool"):
         return f"distillation.teacher_models.teacher_model.{key.removeprefix(one)}"
     return key
-
-
-def _is_async(draft: Draft, source: Source) -> bool:
-    mode = draft.get("trainer.v1.trainer_mode", "sync")
-    own = any(key.startswith("async_training.") for key in draft.given)
-    return own or "fully_async" in source.program or mode in ("separate_async", "colocate_async")
 
 
 def _student(draft: Draft) -> None:
@@ -99,18 +114,34 @@ def _student(draft: Draft) -> None:
     attention = f"{_MODEL}.override_config.attn_implementation"
     if draft.get(attention) is not None:
         draft.put("student.attention", draft.get(attention), attention)
-    if draft.get(f"{_MODEL}.lora_rank", 0) > 0:
-        draft.put("student.lora.rank", draft.get(f"{_MODEL}.lora_rank"), f"{_MODEL}.lora_rank")
-        draft.put("student.lora.alpha", float(draft.get(f"{_MODEL}.lora_alpha", 16)), f"{_MODEL}.lora_alpha")
-        targets = draft.get(f"{_MODEL}.target_modules", "all-linear")
-        if targets == "all-linear":
+    _adapters(draft)
+
+
+def _adapters(draft: Draft) -> None:
+    """model.lora_rank, or with Megatron model.lora.rank."""
+    rank, alpha, usual = f"{_MODEL}.lora_rank", f"{_MODEL}.lora_alpha", 16
+    targets = f"{_MODEL}.target_modules"
+    if draft.get(f"{_MODEL}.lora.rank", 0) > 0:
+        rank, alpha, usual, targets = (
+            f"{_MODEL}.lora.rank",
+            f"{_MODEL}.lora.alpha",
+            32,
+            f"{_MODEL}.lora.target_modules",
+        )
+        draft.unsupported(
+            targets,
+            "Megatron's layers have other names; every linear layer of the decoder is the default of student.lora.targets",
+        )
+    if draft.get(rank, 0) > 0:
+        draft.put("student.lora.rank", draft.get(rank), rank)
+        draft.put("student.lora.alpha", float(draft.get(alpha, usual)), alpha)
+        names = draft.get(targets, "all-linear")
+        if names == "all-linear":
             draft.not_needed(
-                f"{_MODEL}.target_modules",
-                "every linear layer of the decoder is the default of student.lora.targets",
+                targets, "every linear layer of the decoder is the default of student.lora.targets"
             )
-        else:
-            names = [targets] if isinstance(targets, str) else list(targets)
-            draft.put("student.lora.targets", names, f"{_MODEL}.target_modules")
+        elif targets not in draft.entries:
+            draft.put("student.lora.targets", [names] if isinstance(names, str) else list(names), targets)
     draft.not_needed(f"{_MODEL}.lora_rank", "no adapters")
 
 
@@ -157,7 +188,9 @@ def _reward(draft: Draft) -> None:
             name for name in ("gsm8k", "math", "geo3k", "geometry3k", "code", "dapo") if name in given.lower()
         ]
         if sets == ["gsm8k"]:
-            draft.put("data.reward", "understudy.rollout.rewards.builtin:gsm8k", "data.reward_fn_key")
+            draft.follow(
+                "data.reward", "understudy.rollout.rewards.builtin:gsm8k", "its reward for data_source gsm8k"
+            )
         elif with_task_rewards(draft) or draft.get("data.val_files") is not None:
             draft.notes.append(
                 "verl chooses a reward by data_source; name yours in data.reward: a function with compute_score's arguments, or "
@@ -178,9 +211,10 @@ def _reward(draft: Draft) -> None:
 
 
 def _the_rest(draft: Draft, source: Source) -> None:
-    for flag in source.flags:
-        if "config-name" in flag or "config-path" in flag:
-            draft.notes.append(f"{flag}: that file was not read; give its YAML, with the overrides behind it")
+    unknown: list[str] = []
+    for name in source.not_read:
+        if not _OWN_FILE.match(name):
+            draft.notes.append(f"{name}: that file was not read; give its YAML, with the overrides behind it")
     for key, value in draft.given.items():
         if key in draft.entries:
             continue
@@ -188,7 +222,13 @@ def _the_rest(draft: Draft, source: Source) -> None:
         if found is None:
             answer = unknown_key(RecipeTables, key.split("."), None)[0].partition("; ")[2]
             draft.unsupported(key, f"not known; {answer}")
+            unknown.append(key)
         elif found[0]:
             draft.unsupported(key, found[1])
         else:
             draft.not_needed(key, found[1])
+    if len(unknown) > len(draft.given) // 2:
+        raise ConfigError(
+            f"{len(unknown)} of {len(draft.given)} keys are none of verl's ({', '.join(unknown[:4])}, …); give a configuration "
+            "with verl's sections actor_rollout_ref, data, trainer, distillation (TRL's: understudy import-trl)"
+        )

@@ -70,7 +70,7 @@ def _teacher(draft: Draft, name: str, alone: bool) -> None:
         draft.not_needed(f"{theirs}.key", "one teacher scores every row")
     elif draft.get(f"{theirs}.key") is not None:
         draft.put(f"{ours}.key", str(draft.get(f"{theirs}.key")), f"{theirs}.key")
-    shards = draft.get(f"{inference}.tensor_model_parallel_size", 2 if name == _SINGLE else 1)
+    shards = draft.get(f"{inference}.tensor_model_parallel_size", 2)
     draft.put(f"{ours}.tensor_parallel", shards, f"{inference}.tensor_model_parallel_size")
     if name == _SINGLE and alone:
         # verl gives the whole pool to a single teacher, whatever num_replicas says.
@@ -110,6 +110,9 @@ def objective(draft: Draft) -> None:
         _policy_gradient(draft, task, pointwise)
     for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         draft.not_needed(f"{_ACTOR}.{key}", "there is no policy gradient on task rewards")
+    for key in ("entropy_coeff", "policy_loss.loss_mode"):
+        if not task and draft.get(f"{_ACTOR}.{key}"):
+            draft.not_needed(f"{_ACTOR}.{key}", "verl reads it with task rewards alone")
     reduction = draft.get(f"{_ACTOR}.loss_agg_mode", "token-mean")
     if reduction in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         draft.put("loss.reduction", reduction, f"{_ACTOR}.loss_agg_mode")
@@ -174,12 +177,25 @@ def _distillation(draft: Draft, task: bool) -> bool:
 
 def _policy_gradient(draft: Draft, task: bool, pointwise: bool) -> None:
     chosen, other = (_ACTOR, _LOSS) if task else (_LOSS, _ACTOR)
-    draft.put("loss.clip_low", float(draft.get(f"{chosen}.clip_ratio_low", 0.2)), f"{chosen}.clip_ratio_low")
-    draft.put(
-        "loss.clip_high", float(draft.get(f"{chosen}.clip_ratio_high", 0.2)), f"{chosen}.clip_ratio_high"
-    )
-    draft.put("loss.dual_clip", float(draft.get(f"{_ACTOR}.clip_ratio_c", 3.0)), f"{_ACTOR}.clip_ratio_c")
+    for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+        key, both = f"{chosen}.{theirs}", f"{chosen}.clip_ratio"
+        if key in draft.given and draft.get(key) is None:  # null: clip_ratio counts
+            draft.put(f"loss.{ours}", float(draft.get(both, 0.2)), both)
+        else:
+            draft.put(f"loss.{ours}", float(draft.get(key, 0.2)), key)
+    dual = f"{_ACTOR}.clip_ratio_c"
+    if task:
+        draft.put("loss.dual_clip", float(draft.get(dual, 3.0)), dual)
+    else:
+        draft.follow("loss.dual_clip", 3.0, "the distillation's policy gradient has the dual clip 3")
+        draft.not_needed(
+            dual, "verl reads it for task rewards alone: distillation's policy gradient is clipped at 3"
+        )
     if task and pointwise:
+        if draft.get(dual, 3.0) != 3.0:
+            draft.notes.append(
+                f"loss.dual_clip = {draft.get(dual):g} holds for task rewards and distillation; verl's is 3 for the second"
+            )
         for key in ("clip_ratio_low", "clip_ratio_high"):
             if draft.get(f"{other}.{key}", 0.2) != draft.get(f"{chosen}.{key}", 0.2):
                 draft.unsupported(
@@ -201,13 +217,17 @@ def _policy_gradient(draft: Draft, task: bool, pointwise: bool) -> None:
                 f"{correction}.{limit}",
             )
             if ours == "drop":
-                draft.put("loss.correction.low", 1 / top, f"{correction}.{limit}")
+                lowest = f"{correction}.{limit}_lower"
+                draft.put(
+                    "loss.correction.low", float(draft.get(lowest, 1 / top)), lowest, f"{correction}.{limit}"
+                )
         elif kind is not None:
             draft.unsupported(
                 f"{correction}.{theirs}", f"loss.correction.{ours} is one of {', '.join(_RATIOS)}"
             )
         draft.not_needed(f"{correction}.{theirs}", "off")
         draft.not_needed(f"{correction}.{limit}", "off")
+        draft.not_needed(f"{correction}.{limit}_lower", "off")
 
 
 def _advantages(draft: Draft) -> None:
@@ -258,7 +278,13 @@ def _reference(draft: Draft, task: bool) -> None:
         draft.get(f"{_ACTOR}.use_kl_loss", False),
         draft.get("algorithm.use_kl_in_reward", False),
     )
-    if in_loss:
+    if in_loss and not task:
+        for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"):
+            draft.not_needed(
+                f"{_ACTOR}.{key}",
+                "verl has this KL in the policy loss, which runs with task rewards alone; loss.kl_coef would add it",
+            )
+    elif in_loss:
         draft.put(
             "loss.kl_coef",
             float(draft.get(f"{_ACTOR}.kl_loss_coef", 0.001)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from understudy.porting.recipe_draft import Draft, Verdict
+from understudy.porting.verl_schedule import Schedule
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUES = {
@@ -13,6 +16,7 @@ _VALUES = {
     "quantization": ("--quantization", None, None),
 }
 """Key → vLLM's flag, verl's default, vLLM's default where the flag is left out."""
+_SGLANG_FLAGS = {"tensor_model_parallel_size": "--tp-size", "gpu_memory_utilization": "--mem-fraction-static"}
 _SWITCHES = {
     "enforce_eager": ("--enforce-eager", True),
     "enable_chunked_prefill": ("--no-enable-chunked-prefill", False),
@@ -36,7 +40,7 @@ def machines(draft: Draft) -> int:
     return int(each * nodes)
 
 
-def rollout(draft: Draft, gpus: int, fully_async: bool) -> None:
+def rollout(draft: Draft, gpus: int, schedule: Schedule) -> None:
     for name, default in (("n", 1), ("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
         value = draft.get(f"{_ROLLOUT}.{name}", default)
         draft.put(f"rollout.{name}", value if name == "n" else float(value), f"{_ROLLOUT}.{name}")
@@ -54,49 +58,89 @@ def rollout(draft: Draft, gpus: int, fully_async: bool) -> None:
     ):
         if draft.get(f"{_ROLLOUT}.{theirs}") is not None:
             draft.put(f"rollout.{ours}", draft.get(f"{_ROLLOUT}.{theirs}"), f"{_ROLLOUT}.{theirs}")
-    if fully_async:
+    if schedule.own_engines:
         places = (
             ("rollout.n_gpus_per_node", "rollout.nnodes"),
             (f"{_ROLLOUT}.n_gpus_per_node", f"{_ROLLOUT}.nnodes"),
         )
-        each, nodes = next((pair for pair in places if draft.get(pair[0]) is not None), places[0])
-        gpus = draft.get(each, 8) * max(draft.get(nodes, 1), 1)
-        for key in (each, nodes):
-            draft.tell(key, Verdict.CARRIED, f"{gpus} GPUs that only write, as rollout.replicas")
-    _engine(draft, gpus, shared=not fully_async and draft.get("trainer.nnodes", 1) == 1)
+        where = next((pair for pair in places if draft.get(pair[0]) is not None), places[0])
+        gpus = draft.get(where[0], 8) * max(draft.get(where[1], 1), 1)
+    else:
+        where = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    _engine(draft, gpus, where, shared=not schedule.own_engines and draft.get("trainer.nnodes", 1) == 1)
+    for key in where:
+        draft.tell(key, Verdict.CARRIED, f"{gpus} GPUs that only write")
     _agent(draft)
 
 
-def _engine(draft: Draft, gpus: int, shared: bool) -> None:
+def _engine(draft: Draft, gpus: int, where: tuple[str, str], shared: bool) -> None:
+    """`where`: the keys that say how many GPUs write."""
     name = draft.get(f"{_ROLLOUT}.name", "vllm")
     if name != "vllm":
-        draft.unsupported(f"{_ROLLOUT}.name", "SGLang runs as servers that you start: rollout.engine = 'sglang' and rollout.urls; "
-                          "until then rollout.engine = 'hf' writes the rollouts")  # fmt: skip
+        _other_engine(draft, str(name))
         return
     draft.put("rollout.engine", "vllm", f"{_ROLLOUT}.name")
     each = draft.get(f"{_ROLLOUT}.tensor_model_parallel_size", 2)
     each *= draft.get(f"{_ROLLOUT}.pipeline_model_parallel_size", 1)
     replicas = max(gpus // each, 1)
-    draft.put("rollout.replicas", replicas, "trainer.n_gpus_per_node")
+    draft.put("rollout.replicas", replicas, *where)
     draft.vllm(replicas, each, shared)
-    arguments, theirs = [], []
+    words, theirs = [], []
     for key, (flag, default, usual) in _VALUES.items():
         value = draft.get(f"{_ROLLOUT}.{key}", default)
         if value != usual:
-            arguments.append(f"{flag}={value}")
+            words.append(f"{flag}={value}")
             theirs.append(f"{_ROLLOUT}.{key}")
     for key, (flag, value) in _SWITCHES.items():
         if draft.get(f"{_ROLLOUT}.{key}") is value:
-            arguments.append(flag)
+            words.append(flag)
             theirs.append(f"{_ROLLOUT}.{key}")
     own = f"{_ROLLOUT}.engine_kwargs.vllm."
-    for key in [key for key in draft.given if key.startswith(own) and draft.get(key) is not None]:
-        arguments.append(f"--{key.removeprefix(own).replace('_', '-').replace('.', '-')}={draft.given[key]}")
-        theirs.append(key)
-    draft.put("rollout.engine_args", arguments, *theirs)
+    for key in [key for key in draft.given if key.startswith(own)]:
+        flag, dot, part = key.removeprefix(own).partition(".")
+        value = draft.get(key)
+        if value not in (None, False, [], {}):  # verl leaves these out
+            words += _words(f"--{flag.replace('_', '-')}{dot}{part}", value)
+            theirs.append(key)
+        draft.not_needed(key, "verl passes no flag for it")
+    draft.put("rollout.engine_args", words, *theirs)
     for key in (*_VALUES, *_SWITCHES):
         draft.not_needed(f"{_ROLLOUT}.{key}", "it is vLLM's default")
     draft.not_needed(f"{_ROLLOUT}.data_parallel_size", "rollout.replicas counts servers")
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag] if value is True else [f"{flag}={value}"]
+
+
+def _other_engine(draft: Draft, name: str) -> None:
+    until = "until then rollout.engine = 'hf' writes the rollouts"
+    if name == "sglang":
+        draft.unsupported(f"{_ROLLOUT}.name", f"SGLang runs as servers that you start: rollout.engine = 'sglang' and rollout.urls; {until}")  # fmt: skip
+    elif name == "hf":
+        draft.tell(f"{_ROLLOUT}.name", Verdict.IMPLIED, "rollout.engine = 'hf'")
+    else:
+        draft.unsupported(
+            f"{_ROLLOUT}.name",
+            f"there is no engine {name}: rollout.engine = 'vllm' starts vLLM servers; {until}",
+        )
+    for key, flag in (*_SGLANG_FLAGS.items(), *((key, "") for key in (*_VALUES, *_SWITCHES))):
+        where = (
+            f"start the servers with {flag}={draft.get(f'{_ROLLOUT}.{key}')}"
+            if flag
+            else "a setting of the servers that you start"
+        )
+        draft.not_needed(f"{_ROLLOUT}.{key}", where if name == "sglang" else f"it belongs to {name}")
+    for key in draft.given:
+        if key.startswith(f"{_ROLLOUT}.engine_kwargs."):
+            draft.not_needed(
+                key,
+                "a setting of the servers that you start"
+                if f".{name}." in key
+                else f"it does not belong to {name}",
+            )
 
 
 def _agent(draft: Draft) -> None:

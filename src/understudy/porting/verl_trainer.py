@@ -1,26 +1,26 @@
-"""Schedule, optimizer, evaluation and names of a verl configuration."""
+"""Optimizer, checkpoints, evaluation and names of a verl configuration."""
 
 from __future__ import annotations
 
 from understudy.porting.recipe_draft import Draft, expanded
+from understudy.porting.verl_schedule import Schedule, batches, length
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 _SCHEDULES = ("constant", "cosine", "linear")
 
 
-def trainer(draft: Draft, fully_async: bool) -> None:
-    """verl's asynchronous trainers count steps in publishes, each after `sync_every` updates; a step here is an update."""
-    batch, updates = _asynchronous(draft) if fully_async else (_synchronous(draft), 1)
-    steps = _length(draft, batch, updates)
+def trainer(draft: Draft, schedule: Schedule, whole: bool) -> None:
+    """`whole`: a batch is one update."""
+    batch, updates = batches(draft, schedule, whole)
+    steps = length(draft, batch, updates)
     draft.put("trainer.epochs", draft.get(f"{_ACTOR}.ppo_epochs", 1), f"{_ACTOR}.ppo_epochs")
     _optimizer(draft, steps)
     if draft.get(f"{_ACTOR}.ppo_max_token_len_per_gpu") is not None:
         tokens = f"{_ACTOR}.ppo_max_token_len_per_gpu"
         draft.put("trainer.micro_batch_tokens", draft.get(tokens), tokens)
-    offload = [
-        key for key in draft.given if key.startswith(f"{_ACTOR}.") and key.endswith(".optimizer_offload")
-    ]
+    ends = (".optimizer_offload", ".optimizer_cpu_offload")
+    offload = [key for key in draft.given if key.startswith(f"{_ACTOR}.") and key.endswith(ends)]
     if any(draft.given[key] for key in offload):
         draft.put("trainer.offload_optimizer", True, *offload)
     if draft.get("trainer.save_freq", -1) > 0:
@@ -49,11 +49,7 @@ def _optimizer(draft: Draft, steps: int | None) -> None:
     )
     draft.put("trainer.grad_clip", float(draft.get(clip, 1.0)), clip)
     draft.not_needed(f"{optim}.clip_grad", "actor.grad_clip counts")
-    schedule = draft.get(f"{optim}.lr_scheduler_type", "constant")
-    if schedule in _SCHEDULES:
-        draft.put("trainer.schedule", schedule, f"{optim}.lr_scheduler_type")
-    else:
-        draft.unsupported(f"{optim}.lr_scheduler_type", f"trainer.schedule is one of {', '.join(_SCHEDULES)}")
+    _decay(draft)
     warmup, share = (
         draft.get(f"{optim}.lr_warmup_steps", -1),
         draft.get(f"{optim}.lr_warmup_steps_ratio", 0.0),
@@ -69,6 +65,28 @@ def _optimizer(draft: Draft, steps: int | None) -> None:
         )
     for key in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
         draft.not_needed(f"{optim}.{key}", "no warm-up is the default")
+
+
+def _decay(draft: Draft) -> None:
+    """The key and its default depend on verl's engine."""
+    optim, engine = f"{_ACTOR}.optim", str(draft.get("model_engine", draft.get(f"{_ACTOR}.strategy", "fsdp")))
+    usual = {"veomni": ("lr_scheduler_type", "cosine"), "torchtitan": ("decay_type", "linear"),
+             "megatron": ("lr_decay_style", "constant")}.get(engine, ("lr_scheduler_type", "constant"))  # fmt: skip
+    names = (usual[0], "lr_scheduler_type", "lr_decay_style", "decay_type")
+    key = next(
+        (f"{optim}.{name}" for name in names if draft.get(f"{optim}.{name}") is not None),
+        f"{optim}.{usual[0]}",
+    )
+    kind = draft.get(key, usual[1])
+    if kind in _SCHEDULES:
+        draft.put("trainer.schedule", kind, key)
+    else:
+        draft.unsupported(key, f"trainer.schedule is one of {', '.join(_SCHEDULES)}")
+    for name in names:
+        draft.not_needed(f"{optim}.{name}", f"{key} counts")
+    for name in ("min_lr_ratio", "min_lr", "lr_min", "min_lr_factor"):
+        if kind == "constant":
+            draft.not_needed(f"{optim}.{name}", "the learning rate does not fall")
 
 
 def _evaluation(draft: Draft, updates: int) -> None:
@@ -93,14 +111,22 @@ def _evaluation(draft: Draft, updates: int) -> None:
     if samples > 0 and can_evaluate:
         draft.put("trainer.eval_samples", samples, "data.val_max_samples")
     draft.not_needed("data.val_max_samples", "all held-out problems are taken")
-    k = draft.get(f"{_ROLLOUT}.val_kwargs.n", 1)
-    if can_evaluate and (k > 1 or draft.get(f"{_ROLLOUT}.val_kwargs.do_sample", False)):
-        draft.put("trainer.eval_k", k, f"{_ROLLOUT}.val_kwargs.n")
+    own = f"{_ROLLOUT}.val_kwargs"
+    k, sampled = draft.get(f"{own}.n", 1), bool(draft.get(f"{own}.do_sample", False))
+    if can_evaluate and (k > 1 or sampled):
+        draft.put("trainer.eval_k", k, f"{own}.n", f"{own}.do_sample")
+    for name, usual in (("temperature", 0.0), ("top_p", 1.0), ("top_k", -1)):
+        of_rollouts = draft.get(f"{_ROLLOUT}.{name}", 1.0 if name == "temperature" else usual)
+        if sampled and draft.get(f"{own}.{name}", usual) != of_rollouts:
+            draft.unsupported(
+                f"{own}.{name}",
+                f"held-out answers are greedy, and those of trainer.eval_k sampled as rollouts are (rollout.{name})",
+            )
 
 
 def _names(draft: Draft) -> None:
     if draft.get("trainer.experiment_name") is not None:
-        draft.put("run.name", draft.get("trainer.experiment_name"), "trainer.experiment_name")
+        draft.put("run.name", str(draft.get("trainer.experiment_name")), "trainer.experiment_name")
     if draft.get("trainer.default_local_dir") is not None:
         draft.put("run.dir", expanded(draft.get("trainer.default_local_dir")), "trainer.default_local_dir")
     if draft.get("trainer.rollout_data_dir") is not None:
@@ -116,62 +142,3 @@ def _names(draft: Draft) -> None:
         draft.notes.append(
             f"no logger {', '.join(other)}; there are {', '.join(_LOGGERS)}, and metrics.jsonl always"
         )
-
-
-def _synchronous(draft: Draft) -> int:
-    """Returns the prompts of a batch."""
-    batch = draft.get("data.train_batch_size", 1024)
-    mini, key = draft.get(f"{_ACTOR}.ppo_mini_batch_size", 256), f"{_ACTOR}.ppo_mini_batch_size"
-    draft.put("trainer.batch_size", batch, "data.train_batch_size")
-    if mini < batch:
-        draft.put("trainer.mini_batch_size", mini, key)
-    draft.not_needed(key, "one optimizer step takes the whole batch")
-    return int(batch)
-
-
-def _asynchronous(draft: Draft) -> tuple[int, int]:
-    """An update takes ppo_mini_batch_size · require_batches prompts; a publish follows some updates. Returns the
-    prompts of an update, and the updates of a publish."""
-    mode = draft.get("trainer.v1.trainer_mode")
-    if mode is not None:
-        draft.put("trainer.mode", "fully_async", "trainer.v1.trainer_mode")
-        window, stale, lag = (
-            "trainer.v1.separate_async.parameter_sync_step",
-            "trainer.v1.sampler.max_off_policy_threshold",
-            8.0,
-        )
-    else:
-        draft.follow("trainer.mode", "fully_async", "the configuration has [async_training]")
-        window, stale, lag = (
-            "async_training.trigger_parameter_sync_step",
-            "async_training.staleness_threshold",
-            0.1,
-        )
-    if mode == "colocate_async":  # it publishes after every batch
-        batch, updates = _synchronous(draft), 1
-        draft.not_needed(window, "trainer_mode is colocate_async")
-    else:
-        mini, batches = f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches"
-        batch, updates = draft.get(mini, 256) * draft.get(batches, 1), draft.get(window, 4)
-        draft.put("trainer.batch_size", batch, mini, batches)
-        draft.not_needed("data.train_batch_size", "an update takes ppo_mini_batch_size prompts")
-        draft.put("trainer.sync_every", updates, window)
-    draft.put("trainer.max_staleness", float(draft.get(stale, lag)), stale)
-    partial = "async_training.partial_rollout"
-    draft.put("trainer.partial_rollouts", bool(draft.get(partial, True)), partial)
-    return batch, updates
-
-
-def _length(draft: Draft, batch: int, updates: int) -> int | None:
-    samples, steps = draft.get("rollout.total_rollout_steps"), draft.get("trainer.total_training_steps")
-    if steps is not None:
-        draft.put("trainer.steps", steps * updates, "trainer.total_training_steps")
-        draft.not_needed("trainer.total_epochs", "total_training_steps ends the run")
-        return int(steps * updates)
-    if samples is not None:
-        steps = max(samples // batch, 1)
-        draft.put("trainer.steps", steps, "rollout.total_rollout_steps")
-        draft.not_needed("trainer.total_epochs", "total_rollout_steps ends the run")
-        return int(steps)
-    draft.put("trainer.passes", float(draft.get("trainer.total_epochs", 30)), "trainer.total_epochs")
-    return None

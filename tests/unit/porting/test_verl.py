@@ -32,6 +32,14 @@ ONE_TEACHER: dict[str, Any] = {
     f"{LOSS}.use_task_rewards": False,
 }
 
+REWARDED: dict[str, Any] = {
+    f"{LOSS}.use_task_rewards": True,
+    "algorithm.adv_estimator": "grpo",
+    f"{ROLLOUT}.n": 4,
+    "reward.custom_reward_function.path": "r.py",
+}
+RATIOS = "algorithm.rollout_correction"
+
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
 STUDENT=${STUDENT:-org/small}
@@ -85,7 +93,7 @@ python3 -m verl.trainer.main_ppo "${COMMON[@]}" "${ACTOR[@]}" "${TEACH[@]}" \\
 
 
 def draft_of(keys: dict[str, Any], program: str = "") -> Draft:
-    return from_verl(Source(keys=keys, program=program))
+    return from_verl(Source(keys=flatten(keys), program=program))
 
 
 def recipe_of(keys: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixtur
     script, recipe = tmp_path / "run.sh", tmp_path / "recipe.toml"
     script.write_text(SCRIPT)
     assert main(["import-verl", str(script), "-o", str(recipe)]) == 0
-    output = capsys.readouterr().out
+    told = capsys.readouterr().out
     found = flatten(tomllib.loads(recipe.read_text()))
     assert examine(tomllib.loads(recipe.read_text()))[1] == []
     wanted = {
@@ -141,14 +149,14 @@ def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert {key: found.get(key) for key in wanted} == wanted
     assert "--gpu-memory-utilization=0.4" in found["rollout.engine_args"]
-    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in output
+    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in told
     assert "learning_rate = 2e-06  # actor_rollout_ref.actor.optim.lr" in recipe.read_text()
 
 
 def test_every_given_key_gets_exactly_one_verdict(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    source = read_source([str(script), "trainer.total_epochs=4", "actor_rollout_ref.actor.new_key=7"], "verl")
+    source = read_source([str(script), "trainer.total_epochs=4", "actor_rollout_ref.actor.new_key=7"])
     draft = from_verl(source)
     assert source.keys.keys() <= draft.entries.keys() and source.keys["trainer.total_epochs"] == 4
     others = {key for key, entry in draft.entries.items() if key not in source.keys}
@@ -183,7 +191,21 @@ def test_every_given_key_gets_exactly_one_verdict(tmp_path: Path) -> None:
         ({f"{ACTOR}.freeze_vision_tower": True, "data.image_key": "images"}, {"student.freeze_vision": None}),
         ({"data.image_key": "images"}, {"student.freeze_vision": False}),
         ({}, {"student.freeze_vision": None}),
-        ({f"{ACTOR}.use_kl_loss": True}, {"loss.kl_coef": 0.001, "loss.kl_kind": "low_var_kl"}),
+        ({f"{ACTOR}.use_kl_loss": True}, {"loss.kl_coef": None}),
+        (REWARDED | {f"{ACTOR}.use_kl_loss": True}, {"loss.kl_coef": 0.001, "loss.kl_kind": "low_var_kl"}),
+        ({f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True, f"{ACTOR}.clip_ratio_c": 10.0}, {"loss.dual_clip": 3.0}),
+        (REWARDED | {f"{ACTOR}.clip_ratio_c": 10.0}, {"loss.dual_clip": 10.0}),
+        (REWARDED | {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_low": None}, {"loss.clip_low": 0.1, "loss.clip_high": 0.2}),
+        ({"distillation.teacher_models.b.model_path": "org/b", "distillation.teacher_models.b.key": "b"}, {"teachers.b.tensor_parallel": 2, "teachers.b.replicas": None}),
+        ({"model_engine": "veomni"}, {"trainer.schedule": "cosine"}),
+        ({"model_engine": "veomni", f"{ACTOR}.optim.lr_scheduler_type": "constant"}, {"trainer.schedule": None}),
+        ({"model_engine": "torchtitan"}, {"trainer.schedule": "linear"}),
+        ({"model_engine": "megatron", f"{ACTOR}.optim.lr_decay_style": "cosine"}, {"trainer.schedule": "cosine"}),
+        ({f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload": True}, {"trainer.offload_optimizer": True}),
+        ({"actor_rollout_ref.model.lora.rank": 4}, {"student.lora.rank": 4, "student.lora.alpha": 32.0}),
+        (REWARDED | {f"{RATIOS}.rollout_rs": "token", f"{RATIOS}.rollout_rs_threshold": 1.5, f"{RATIOS}.rollout_rs_threshold_lower": 0.4}, {"loss.correction.low": 0.4, "loss.correction.high": 1.5}),
+        ({f"{ROLLOUT}.engine_kwargs.vllm": {"enable_expert_parallel": True, "swap_space": None, "disable_mm_preprocessor_cache": False, "hf_overrides": {"rope": 2}}},
+         {"rollout.engine_args": ["--tensor-parallel-size=2", "--gpu-memory-utilization=0.5", "--max-num-batched-tokens=8192", "--enable-expert-parallel", "--hf-overrides.rope=2"]}),
         ({"data.apply_chat_template_kwargs.enable_thinking": False}, {"rollout.template_options.enable_thinking": False}),
     ],
 )  # fmt: skip
@@ -207,12 +229,12 @@ def test_task_rewards_are_on_unless_turned_off() -> None:
 def test_without_a_known_reward_the_recipe_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
+    words = [
         "actor_rollout_ref.model.path=org/s",
         "data.train_files=rows.parquet",
         "algorithm.adv_estimator=grpo",
     ]
-    arguments += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
+    words += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
     assert (
         main(
             [
@@ -223,13 +245,13 @@ def test_without_a_known_reward_the_recipe_says_what_is_missing(
                 "python3",
                 "-m",
                 "verl.trainer.main_ppo",
-                *arguments,
+                *words,
             ]
         )
         == 2
     )
-    captured = capsys.readouterr()
-    assert "needs data.reward" in captured.err and "name yours in data.reward" in captured.out
+    said = capsys.readouterr()
+    assert "needs data.reward" in said.err and "name yours in data.reward" in said.out
     assert tomllib.loads((tmp_path / "r.toml").read_text())["loss"] == {
         "distill_coef": 0.0, "task_coef": 1.0, "clip_high": 0.2, "dual_clip": 3.0,
     }  # fmt: skip
@@ -281,7 +303,7 @@ def test_fully_async(kind: str) -> None:
         more |= {
             "trainer.v1.trainer_mode": "separate_async",
             "trainer.v1.separate_async.parameter_sync_step": 3,
-            "trainer.v1.sampler.max_off_policy_threshold": 2,
+            "trainer.v1.separate_async.num_warmup_batches": 2,
             f"{ROLLOUT}.n_gpus_per_node": 2,
             f"{ROLLOUT}.nnodes": 1,
             "trainer.total_training_steps": 200,  # publishes, each after 3 updates
@@ -303,6 +325,74 @@ def test_fully_async(kind: str) -> None:
     )
     assert found["rollout.replicas"] == 2 and found["trainer.steps"] == (600 if kind == "v1" else 200)
     assert "trainer.mini_batch_size" not in found and "trainer.passes" not in found
+
+
+@pytest.mark.parametrize(
+    ("warm", "threshold", "behind"), [(None, None, None), (None, 8, None), (3, 8, 3.0), (3, 2, None), (0, 8, 0.0), (4, 4, 3.0)]
+)  # fmt: skip
+def test_staleness_of_the_schedules_of_v1(
+    warm: int | None, threshold: int | None, behind: float | None
+) -> None:
+    """num_warmup_batches + 1 batches are in flight; what spans more than max_off_policy_threshold versions is dropped."""
+    keys: dict[str, Any] = {
+        "trainer.v1.trainer_mode": "separate_async",
+        f"{ROLLOUT}.n_gpus_per_node": 2,
+        f"{ROLLOUT}.nnodes": 1,
+        "trainer.v1.separate_async.num_warmup_batches": warm,
+        "trainer.v1.sampler.max_off_policy_threshold": threshold,
+    }
+    draft = draft_of(ONE_TEACHER | keys)
+    assert flatten(tomllib.loads(draft.toml())).get("trainer.max_staleness") == behind
+    assert draft.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "program", "wanted"),
+    [
+        ({}, "verl.experimental.one_step_off_policy.main_ppo", {"trainer.max_staleness": None, "trainer.batch_size": 1024, "trainer.mini_batch_size": 256}),
+        ({"trainer.scheduler": "two_step_off", "data.train_batch_size": 512}, "main_gkd", {"trainer.max_staleness": 2.0, "trainer.batch_size": 512, "trainer.mini_batch_size": None}),
+    ],
+)  # fmt: skip
+def test_pipelines_of_one_and_two_steps_have_engines_of_their_own(
+    keys: dict[str, Any], program: str, wanted: dict[str, Any]
+) -> None:
+    gpus = {"rollout.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 1}
+    draft = draft_of(ONE_TEACHER | gpus | keys, program)
+    found = flatten(tomllib.loads(draft.toml()))
+    assert found["trainer.mode"] == "fully_async" and found["trainer.partial_rollouts"] is False
+    assert found["rollout.replicas"] == 4 and "rollout.devices" not in found
+    assert {key: found.get(key) for key in wanted} == wanted
+
+
+def test_the_colocated_schedule_shares_the_gpus_that_train() -> None:
+    keys = {"trainer.v1.trainer_mode": "colocate_async", "trainer.n_gpus_per_node": 4}
+    found = recipe_of(ONE_TEACHER | keys)
+    assert found["trainer.mode"] == "fully_async" and found["rollout.devices"] == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        ({}, {"loss.kind": None, "loss.topk": 256, "loss.tail": "drop"}),
+        ({"name": "rkl"}, {"loss.kind": "reverse_kl", "loss.tail": "renormalise"}),
+        ({"name": "jsd", "beta": 0.3}, {"loss.kind": "jsd", "loss.beta": 0.3, "loss.tail": None}),
+        ({"name": "kl_rkl", "rkl_ratio": 0.25}, {"loss.kind": "mixture", "loss.mixture_weight": 0.75}),
+    ],
+)
+def test_the_recipe_gkd_distils(loss: dict[str, Any], wanted: dict[str, Any]) -> None:
+    keys = {
+        "actor_rollout_ref.model.path": "org/s",
+        "data.train_files": "rows.parquet",
+        f"{ACTOR}.distill_loss": loss,
+        "actor_rollout_ref.teacher.server_ip": "127.0.0.1",
+        f"{ROLLOUT}.name": "vllm",
+    }
+    draft = draft_of(keys, "main_gkd")
+    found = flatten(tomllib.loads(draft.toml()))
+    assert {key: found.get(key) for key in wanted} == wanted and "loss.task_coef" not in found
+    assert draft.problems() == ["`teachers.teacher.model` is missing; set it in the recipe"]
+    assert verdict(draft, "actor_rollout_ref.teacher.server_ip") is Verdict.NOT_NEEDED
+    assert any("--ckpt-path" in note for note in draft.notes)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +457,7 @@ def test_several_machines_are_pools_on_ray() -> None:
     [
         ("model_engine", "megatron", Verdict.UNSUPPORTED, "FSDP2"),
         (f"{ACTOR}.entropy_coeff", 0, Verdict.NOT_NEEDED, "off"),
-        (f"{ACTOR}.entropy_coeff", 0.01, Verdict.UNSUPPORTED, "no entropy bonus"),
+        (f"{ACTOR}.entropy_coeff", 0.01, Verdict.NOT_NEEDED, "with task rewards alone"),
         (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", Verdict.UNSUPPORTED, "loss.reduction"),
         (f"{ACTOR}.fsdp_config.param_offload", True, Verdict.UNSUPPORTED, "trainer.offload_optimizer"),
         (f"{ACTOR}.megatron.tensor_model_parallel_size", 2, Verdict.UNSUPPORTED, "trainer.ranks"),
@@ -384,12 +474,63 @@ def test_several_machines_are_pools_on_ray() -> None:
         (f"{LOSS}.log_prob_min_clamp", -10.0, Verdict.NOT_NEEDED, "forward_kl_topk"),
         ("distillation.teacher_key", "data_source", Verdict.NOT_NEEDED, "one teacher"),
         (f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", Verdict.IMPLIED, "single_turn"),
+        (f"{ROLLOUT}.name", "trtllm", Verdict.UNSUPPORTED, "no engine trtllm"),
+        (f"{ROLLOUT}.name", "hf", Verdict.IMPLIED, "rollout.engine = 'hf'"),
+        ("data.video_key", "videos", Verdict.NOT_NEEDED, "what happens here"),
+        ("model_engine", "veomni", Verdict.UNSUPPORTED, "FSDP2"),
+        (f"{ACTOR}.veomni.ulysses_parallel_size", 2, Verdict.UNSUPPORTED, "FSDP2 alone"),
+        (f"{ACTOR}.optim.lr_min", 1e-7, Verdict.NOT_NEEDED, "does not fall"),
+        (f"{ACTOR}.optim.lr_warmup_init", 1e-7, Verdict.UNSUPPORTED, "rises from 0"),
+        ("actor_rollout_ref.model.override_config.max_position_embeddings", 32768, Verdict.UNSUPPORTED, "config.json"),
+        ("trainer.v1.separate_async.hybrid_rollout.enable_switch", True, Verdict.UNSUPPORTED, "keep their roles"),
+        (f"{ACTOR}.use_kl_loss", True, Verdict.NOT_NEEDED, "with task rewards alone"),
+        ("hydra.run.dir", "out", Verdict.NOT_NEEDED, "hydra"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_says_why(key: str, value: Any, wanted: Verdict, text: str) -> None:
     draft = draft_of(ONE_TEACHER | {key: value})
     assert verdict(draft, key) is wanted and text in draft.entries[key].text
     assert draft.problems() == []
+
+
+def test_settings_of_servers_that_a_run_does_not_start() -> None:
+    keys = {
+        f"{ROLLOUT}.name": "sglang",
+        f"{ROLLOUT}.tensor_model_parallel_size": 4,
+        f"{ROLLOUT}.enforce_eager": True,
+    }
+    keys |= {f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "fa3"}
+    draft = draft_of(ONE_TEACHER | keys)
+    assert "--tp-size=4" in draft.entries[f"{ROLLOUT}.tensor_model_parallel_size"].text
+    assert all(verdict(draft, key) is Verdict.NOT_NEEDED for key in keys if key != f"{ROLLOUT}.name")
+
+
+def test_sampled_evaluation_with_settings_of_its_own_is_reported() -> None:
+    own = f"{ROLLOUT}.val_kwargs"
+    keys = REWARDED | {
+        "data.val_files": "v.parquet",
+        f"{own}.do_sample": True,
+        f"{own}.top_p": 0.7,
+        f"{own}.temperature": 1.0,
+    }
+    draft = draft_of(ONE_TEACHER | keys)
+    assert draft.tables["trainer"]["eval_k"] == 1 and verdict(draft, f"{own}.do_sample") is Verdict.CARRIED
+    assert verdict(draft, f"{own}.top_p") is Verdict.UNSUPPORTED
+    assert verdict(draft, f"{own}.temperature") is Verdict.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("keys", "program", "text"),
+    [
+        ({"data.train_files": "a.parquet", "model.path": "m"}, "verl.trainer.fsdp_sft_trainer", "given answers"),
+        ({"data.path": "a.parquet"}, "verl.trainer.main_generation", "without training"),
+        ({"learning_rate": 1e-5, "beta": 0.5, "output_dir": "o", "data.seed": 1}, "", "import-trl"),
+        ({"services.web.image": "nginx", "version": 3}, "", "verl's sections"),
+    ],
+)  # fmt: skip
+def test_configurations_of_something_else(keys: dict[str, Any], program: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        draft_of(keys, program)
 
 
 def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
@@ -404,7 +545,7 @@ def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
         "  rollout: {name: '???', prompt_length: '${oc.select:data.max_prompt_length,512}', n: '${data.other}'}\n"
         "distillation: {enabled: true, teacher_models: {teacher_model: {model_path: org/t}}}\n"
     )
-    source = read_source([str(file), "distillation.nnodes=1", f"{LOSS}.use_task_rewards=false"], "verl")
+    source = read_source([str(file), "distillation.nnodes=1", f"{LOSS}.use_task_rewards=false"])
     assert source.keys["actor_rollout_ref.actor.optim.lr"] == 3e-6
     assert source.keys["actor_rollout_ref.rollout.prompt_length"] == 300
     assert f"{ROLLOUT}.n" not in source.keys and not [
@@ -415,29 +556,27 @@ def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
 
 def test_a_quoted_command_is_a_source_too() -> None:
     source = read_source(
-        ["python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.logger=console"], "verl"
+        ["python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.logger=console"]
     )
     assert source.program == "verl.trainer.main_ppo" and source.keys["trainer.logger"] == "console"
 
 
 def test_what_cannot_be_expanded_is_said() -> None:
-    source = read_source(
-        ["python3 -m verl data.train_files=$NOWHERE/a.parquet data.val_files=b.parquet"], "verl"
-    )
+    source = read_source(["python3 -m verl data.train_files=$NOWHERE/a.parquet data.val_files=b.parquet"])
     assert "$NOWHERE is set nowhere; replace it in the recipe" in from_verl(source).notes
 
 
-@pytest.mark.parametrize("arguments", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
-def test_sources_that_are_none(arguments: list[str]) -> None:
+@pytest.mark.parametrize("words", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
+def test_sources_that_are_none(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML file|nothing to import"):
-        read_source(arguments, "verl")
+        read_source(words)
 
 
 def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
     for name, text in (("a.yaml", "[1, 2]"), ("b.yaml", "a: [")):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=r"YAML|table of keys"):
-            read_source([str(tmp_path / name)], "verl")
+            read_source([str(tmp_path / name)])
 
 
 def test_the_command_does_not_import_torch() -> None:

@@ -32,7 +32,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    deliver(from_verl(read_source(options.source, "verl")), options.output)
+    deliver(from_verl(read_source(options.source)), options.output)
 
 
 def deliver(draft: Draft, output: Path | None) -> None:
