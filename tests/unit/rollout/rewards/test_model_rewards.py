@@ -104,7 +104,7 @@ class JudgeServer:
         self.answers = list(answers)
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.headers: dict[str, str] = {}
+        self.refusal_headers: dict[str, str] = {}
         """Headers of error answers."""
 
     async def __call__(self, request: Request) -> Response:
@@ -112,7 +112,7 @@ class JudgeServer:
         self.headers.append(request.headers)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, int):
-            return PlainTextResponse("not now", status_code=answer, headers=self.headers)
+            return PlainTextResponse("not now", status_code=answer, headers=self.refusal_headers)
         return JSONResponse({"choices": [{"message": {"role": "assistant", "content": answer}}]})
 
 
@@ -172,7 +172,7 @@ def test_a_server_in_trouble_is_asked_again_and_is_never_the_row_s_fault(
     monkeypatch.setattr(judge_module.asyncio, "sleep", briefly)
     assert waits(JudgeServer(503, 429, "SCORE: 1")) == [0.5, 1.0]
     limited = JudgeServer(503, 429, "SCORE: 1")
-    limited.headers = {"Retry-After": "30"}
+    limited.refusal_headers = {"Retry-After": "30"}
     assert waits(limited) == [30.0, 30.0]
     limited.answers = [503, 429, "SCORE: 1"]
     assert waits(limited, deadline_s=0.75) == [0.75, 1.0], "no longer than its own deadline"
