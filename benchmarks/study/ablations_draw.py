@@ -39,9 +39,14 @@ ADDED = {
     "staleness": {"staleness": ("mean age of rows", "{:.2f}")},
     "methods": {"turns": ("turns", "{:.2f}")},
     "schedule": {"turns": ("turns", "{:.2f}"), "staleness": ("mean age of rows", "{:.2f}")},
-    "teachers": {"accuracy/add": ("right sums", "{:.1%}"), "accuracy/sort": ("right orders", "{:.1%}")},
+    "teachers": {
+        "accuracy/add": ("right sums", "{:.1%}"),
+        "accuracy/sort": ("right orders", "{:.1%}"),
+        "accuracy/past": ("right past tenses", "{:.1%}"),
+        "accuracy/order": ("right orders", "{:.1%}"),
+    },
 }
-"""Of single groups."""
+"""Of single groups, where their runs have them."""
 DETAIL = (("tail", "student_mass"), ("tail", "entropy"))
 LABELS = {
     "accuracy": "accuracy on held-out problems",
@@ -81,16 +86,22 @@ def last(runs: Runs, quantity: str) -> list[float] | None:
 
 
 def markdown(table: Table, group: str, cases: Mapping[str, Runs]) -> list[str]:
-    columns = {**COLUMNS, **ADDED.get(group, {})}
-    steps = list(curve(next(iter(cases.values())), "accuracy"))
-    half, end = steps[len(steps) // 2], steps[-1]
-    head = ["", "seeds", f"accuracy after {half} steps, %", f"after {end}"]
+    columns = {
+        quantity: column
+        for quantity, column in {**COLUMNS, **ADDED.get(group, {})}.items()
+        if any(last(runs, quantity) for runs in cases.values())
+    }
+    first, *others = (curve(runs, "accuracy") for runs in cases.values())
+    steps = [step for step in first if all(step in accuracy for accuracy in others)]
+    shown = dict.fromkeys((steps[len(steps) // 2], steps[-1]))  # one column where only the last is common
+    early, *late = shown
+    head = ["", "seeds", f"accuracy after {early} steps, %", *(f"after {step}" for step in late)]
     head += ["KL to the teacher"] if table.graded else []
     head += [label for label, _ in columns.values()]
     lines = [f"**{table.questions[group]}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for case, runs in cases.items():
         accuracy = curve(runs, "accuracy")
-        shares = [[100 * value for value in accuracy[step]] for step in (half, end)]
+        shares = [[100 * value for value in accuracy[step]] for step in shown]
         cells = [
             case,
             str(len(runs)),
