@@ -128,8 +128,8 @@ def test_tables_have_means_over_seeds_and_the_graders_kl(tmp_path: Path) -> None
     assert list(found) == ["K = 8", "K = 1"], "cases without runs are left out"
     assert of_cases(table, "group", runs) == {}, "one case answers no question"
     assert markdown(table, "topk", found)[-3:] == [
-        "| K = 8 | 2 | 50.0 ± 14.1 | 50.0 ± 14.1 | 2.000 ± 1.414 | 1.00 |  |",
-        "| K = 1 | 1 | 20.0 | 20.0 |  | 1.00 |  |",
+        "| K = 8 | 2 | 50.0 ± 14.1 | 2.000 ± 1.414 | 1.00 |",
+        "| K = 1 | 1 | 20.0 |  | 1.00 |",
         "",
     ]
     values = {row.name: row.value for row in rows_of(table, "topk", found)}
