@@ -139,11 +139,14 @@ def test_an_error_before_the_first_step_saves_nothing(distill: Distill, tmp_path
 
 
 def test_ctrl_c_does_not_wait_for_a_callback_that_hangs(distill: Distill, tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before, hangs = signal.getsignal(signal.SIGINT), threading.Event()
+
+    def on_step(step: understudy.Step) -> None:
+        hangs.wait()
+
     interrupt_after(tmp_path / "run", steps=1)
-    run = in_a_cell(
-        lambda: distill(on_step=lambda step: threading.Event().wait(), trainer__checkpoint_every=50)
-    )
+    run = in_a_cell(lambda: distill(on_step=on_step, trainer__checkpoint_every=50))
+    hangs.set()  # Python waits for its thread at exit
     assert run.status == "stopped" and run.steps == 1
     verify(run.dir / "checkpoints" / "step-000001")
     assert signal.getsignal(signal.SIGINT) is before
