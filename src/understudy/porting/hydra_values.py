@@ -112,9 +112,11 @@ def followed(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     missing: list[str] = []
     for key, value in keys.items():
         try:
-            found[key] = _follow(keys, key, value, 0)
+            followed_value = _follow(keys, key, value, 0)
         except KeyError:
             missing.append(f"{key} = {value}")
+        else:
+            found |= flatten({key: followed_value})
     return found, missing
 
 
@@ -126,7 +128,8 @@ def _follow(keys: Mapping[str, Any], key: str, value: Any, depth: int) -> Any:
     whole = _REFERENCE.fullmatch(value)
     if whole is not None:
         return _referred(keys, key, whole[1], depth)
-    return _REFERENCE.sub(lambda found: str(_referred(keys, key, found[1], depth)), value)
+    filled = _REFERENCE.sub(lambda found: str(_referred(keys, key, found[1], depth)), value)
+    return value if filled == value else _follow(keys, key, filled, depth + 1)  # `${a.b,${c.d}}`
 
 
 def _referred(keys: Mapping[str, Any], key: str, reference: str, depth: int) -> Any:
@@ -145,6 +148,9 @@ def _referred(keys: Mapping[str, Any], key: str, reference: str, depth: int) -> 
         name = ".".join([*parents, name[dots:]])
     if name in keys:
         return _follow(keys, name, keys[name], depth + 1)
+    section = [one for one in keys if one.startswith(f"{name}.")]
+    if section and depth < _DEEPEST:
+        return {one.removeprefix(f"{name}."): _follow(keys, one, keys[one], depth + 1) for one in section}
     if kind == "oc.select":
         return read_value(default.strip()) if comma else None
     raise KeyError(name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os.path import normpath
@@ -27,7 +27,7 @@ _PREFIXES = frozenset(["time", "exec", "nohup", "env", "command"])
 """Words before a command that do not belong to it."""
 _WORD = re.compile(r"[^\s;|&()<>\"'`$#]+")
 _FUNCTION = re.compile(r"(?:function\s+[\w.-]+\s*(?:\(\s*\))?|[\w.-]+\s*\(\s*\))\s*")
-_NUMBERS = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt,
+_NUMBERS: dict[str, Callable[[int, int], bool]] = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt,
             "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge}  # fmt: skip
 
 
@@ -309,8 +309,8 @@ def _test(words: list[str]) -> bool | None:
     for either, names in ((True, ("||", "-o")), (False, ("&&", "-a"))):
         for place, word in enumerate(words):
             if word in names:
-                left, right = _test(words[:place]), _test(words[place + 1 :])
-                return _not(_and(_not(left), _not(right))) if either else _and(left, right)
+                before, after = _test(words[:place]), _test(words[place + 1 :])
+                return _not(_and(_not(before), _not(after))) if either else _and(before, after)
     if words[:1] == ["!"]:
         return _not(_test(words[1:]))
     if any(_unknown(word) for word in words):

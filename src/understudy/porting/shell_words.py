@@ -118,13 +118,15 @@ class WordReader:
         return words
 
     def expanded(self, text: str) -> str:
-        """`text` as if it stood in double quotes."""
-        text = text.strip("\"'")
+        """`text` as one word, with its blanks."""
         outer, at = self.text, self.at
-        self.text, self.at = f'"{text}"', 0
-        value = self._double_quoted()
+        self.text, self.at = text, 0
+        parts: list[str] = []
+        while self.at < len(self.text):
+            piece = self._piece(self.text[self.at])
+            parts.append(piece if isinstance(piece, str) else " ".join(piece))
         self.text, self.at = outer, at
-        return value if isinstance(value, str) else " ".join(value)
+        return "".join(parts)
 
     def evaluated(self, text: str) -> int | None:
         """Of an arithmetic expression; None if only a shell could tell."""

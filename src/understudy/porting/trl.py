@@ -1,20 +1,24 @@
-"""A recipe from TRL's `DistillationConfig` or `GKDConfig`, the script's model and data arguments included.
+"""A recipe from TRL's `DistillationConfig`, `GKDConfig` or `GOLDConfig`, the script's model and data arguments included.
 
 `docs/coming-from-trl.md` has both side by side.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from understudy.config.base import flatten
 from understudy.config.messages.unknown_keys import unknown_key
 from understudy.config.tables import RecipeTables
+from understudy.errors import ConfigError
 from understudy.porting.recipe_draft import Draft, Verdict, expanded
 from understudy.porting.sources import Source
+from understudy.porting.trl_keys import SERVER, settled
 
 _TEACHER = "teachers.teacher"
+_KWARGS, _TEACHER_KWARGS = "model_init_kwargs", "teacher_model_init_kwargs"
 _LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 _SCHEDULES = {
     "linear": "linear",
@@ -26,93 +30,73 @@ _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf":
                "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"}  # fmt: skip
 _ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _DTYPES = ("float32", "bfloat16", "float16")
-_OFF: tuple[Any, ...] = (None, False, 0, -1, "", "no", "none", [], {})
-_SERVER = "TRL's own vLLM server speaks another protocol: a run starts plain vLLM servers itself, or uses those at rollout.urls"
-_RESUME = "a run is continued by `understudy resume RUN`"
 
-_NOT_NEEDED: dict[str, str] = {
-    "logging_*": "metrics are written every step",
-    "disable_dropout": "a model is trained as its config says; current families have no dropout",
-    "remove_unused_columns": "every column is kept, for the reward",
-    "dataset_*": "rows are read as they are",
-    "dataloader_*": "prompts are read once, in the trainer's process",
-    "packing*": "rows are packed without padding where the model's attention allows it",
-    "padding_free": "rows are packed without padding where the model's attention allows it",
-    "use_liger_kernel": "losses are fused always (loss.backend)",
-    "liger_*": "losses are fused always (loss.backend)",
-    "max_length": "it cuts the completions of a dataset, which are not read; data.max_prompt_tokens bounds prompts",
-    "completion_only_loss": "the loss is on the student's own tokens alone",
-    "assistant_only_loss": "the loss is on the student's own tokens alone",
-    "gradient_checkpointing_kwargs*": "student.gradient_checkpointing",
-    "model_init_kwargs*": "the student's keys are under [student]",
-    "teacher_model_init_kwargs*": "the teacher's keys are under [teachers.teacher]",
-    "ddp_*": "ranks are ours (trainer.ranks)",
-    "fsdp*": "the student is sharded by FSDP2 over trainer.ranks",
-    "deepspeed*": "the student is sharded by FSDP2 over trainer.ranks",
-    "config_file": "accelerate's file: trainer.ranks counts the processes",
-    "num_processes": "trainer.ranks",
-    "vllm_server_timeout": "cluster.start_timeout_seconds",
-    "vllm_group_port": "weights travel without a port to choose",
-    "vllm_enable_sleep_mode": "engines are never put to sleep",
-    "vllm_model_impl": "vLLM's flag --model-impl goes into rollout.engine_args",
-    "vllm_*": "use_vllm is off",
-    "num_completions_to_print": "`understudy view` shows rows",
-    "log_completions_steps": "log_completions is off",
-    "per_device_eval_batch_size": "held-out answers are decoded rollout.max_batch at a time",
-    "eval_*": "accuracy needs data.eval and data.reward; without them nothing is evaluated",
-    "save_strategy": "trainer.checkpoint_every counts steps",
-    "overwrite_output_dir": "a run makes a new folder",
-    "resume_from_checkpoint": _RESUME,
-    "lora_*": "no adapters: use_peft is off",
-    "loss_add_tail": "the loss is over the whole vocabulary",
-    "reverse_kl_top_1_mode": "the loss is over the whole vocabulary",
-    "wandb_*": "wandb reads WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP from the environment",
-    "trackio_*": "trackio reads its own environment variables",
-    "do_train": "`understudy train` trains",
-    "tf32": "torch's own setting counts",
-}  # fmt: skip
 
-_UNSUPPORTED: dict[str, str] = {
-    "seq_kd": "rollouts are the student's own; the teacher's answers can be a column of the data (rollout.off_policy)",
-    "fp16": "float16 loses small gradients; student.dtype = 'bfloat16' is written",
-    "load_in_4bit": "adapters are trained on unquantised weights; trainer.offload_optimizer, student.gradient_checkpointing save memory",
-    "load_in_8bit": "adapters are trained on unquantised weights; trainer.offload_optimizer, student.gradient_checkpointing save memory",
-    "lora_dropout": "adapters have no dropout",
-    "vllm_server_*": _SERVER,
-    "vllm_structured_outputs_regex": "rollouts are not constrained",
-    "use_teacher_server": "serve the teacher with vLLM or `understudy serve-teacher`, and name it: teachers.NAME.placement = 'external', urls",
-    "teacher_model_server_url": "serve the teacher with vLLM or `understudy serve-teacher`, and name it: teachers.NAME.placement = 'external', urls",
-    "push_to_hub": "`understudy export RUN OUT --push ORG/NAME` writes a Hugging Face folder with a model card and uploads it",
-    "hub_*": "`understudy export RUN OUT` writes a Hugging Face folder with a model card",
-    "adam_beta1": "AdamW's betas are 0.9 and 0.999",
-    "adam_beta2": "AdamW's betas are 0.9 and 0.999",
-    "adam_epsilon": "AdamW's epsilon is 1e-8",
-    "neftune_noise_alpha": "embeddings get no noise",
-    "load_best_model_at_end": "`understudy export RUN OUT --best` takes the best checkpoint (trainer.keep_best)",
-}  # fmt: skip
-_USUAL = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Defaults of a class of TRL's that differ from those of the others."""
+
+    name: str
+    beta: float
+    lmbda: float
+    temperature: float
+    tokens: str
+    """The key of the new tokens."""
+    most_tokens: int
+    top_p: float
+    learning_rate: float
+    tempered: bool
+    """The loss divides both models' logits by `temperature`."""
+    top_k: int = 0
+    memory: float = 0.3
+    """vllm_gpu_memory_utilization."""
+
+
+_DISTILLATION = _Kind("DistillationConfig", 1.0, 1.0, 1.0, "max_completion_length", 512, 0.95, 1e-6, True)
+_KINDS = {
+    "serverdistillation": replace(_DISTILLATION, name="ServerDistillationConfig", top_k=1),
+    "distillation": _DISTILLATION,
+    "gkd": _Kind("GKDConfig", 0.5, 0.5, 0.9, "max_new_tokens", 128, 1.0, 2e-5, False),
+    "gold": _Kind("GOLDConfig", 0.5, 0.5, 0.9, "max_completion_length", 128, 0.95, 1e-7, True, memory=0.9),
+}
+_BEFORE_1_9 = ("lmbda", "use_teacher_server", "loss_add_tail", "reverse_kl_top_1_mode")
+"""Keys that DistillationConfig had when its loss_top_k was 1 unless given."""
+_OTHERS = {
+    "minillm": "is GRPO with the teacher in its advantage. With gamma = 0 rkl_advantage alone is loss.kind = 'k1', loss.signal = "
+               "'sampled', loss.policy_gradient = true; single_step_decomposition alone is DistillationConfig(beta=1.0)",
+    "iwopd": "weighs tokens by their prefix, which is not there; distillation_objective='jsd' is DistillationConfig",
+    "sdft": "lets the student teach itself: a teacher with model = 'student' and a prompt of its own (docs/teachers.md)",
+    "sdpo": "lets the student teach itself: a teacher with model = 'student' and a prompt of its own (docs/teachers.md)",
+    "grpo": "has no teacher: loss.task_coef and loss.advantage train on rewards (docs/trainer.md)",
+    "rloo": "has no teacher: loss.task_coef and loss.advantage train on rewards (docs/trainer.md)",
+} | dict.fromkeys(
+    ("sft", "dpo", "kto", "orpo", "cpo", "bco", "ppo", "reward", "prm", "xpo", "nashmd", "ssd", "tpo"), "is no distillation on the student's own answers"
+)  # fmt: skip
 
 
 def from_trl(source: Source) -> Draft:
-    keys = dict(source.keys)
+    keys = flatten(source.keys)
     for old, new in (
         ("model", "model_name_or_path"),
+        ("student_model_name", "model_name_or_path"),
         ("teacher_model", "teacher_model_name_or_path"),
+        ("teacher_model_name", "teacher_model_name_or_path"),
         ("torch_dtype", "dtype"),
+        ("datasets.path", "dataset_name"),
     ):
         if isinstance(keys.get(old), str):
             keys.setdefault(new, keys.pop(old))
     draft = Draft(keys, "TRL", notes=list(source.notes))
-    gkd = _is_gkd(draft, source)
-    if gkd:
+    kind = _kind(draft, source.program)
+    if kind.lmbda < 1.0:
         draft.notes.append(
             "of rows that end with an assistant message the student answers what comes before it"
         )
     _models(draft)
     _data(draft)
-    _loss(draft, gkd)
-    _rollout(draft, gkd)
-    _trainer(draft, gkd)
+    _loss(draft, kind)
+    _rollout(draft, kind)
+    _trainer(draft, kind)
     _run(draft)
     _the_rest(draft)
     written = draft.toml()
@@ -122,14 +106,29 @@ def from_trl(source: Source) -> Draft:
     return draft
 
 
-def _is_gkd(draft: Draft, source: Source) -> bool:
-    program = source.program.lower()
-    if "gkd" in program or "distillation" in program:
-        return "gkd" in program
-    return (
-        any(key in draft.given for key in ("seq_kd", "max_new_tokens"))
-        and "max_completion_length" not in draft.given
-    )
+def _kind(draft: Draft, program: str) -> _Kind:
+    """By the classes or the script that are named, else by the keys."""
+    name = program.lower().replace("_", "")
+    named = next((kind for part, kind in _KINDS.items() if part in name), None)
+    if named is not None:
+        return named
+    words = [re.sub("(config|trainer)$", "", word) for word in program.lower().removesuffix(".py").split()]
+    parts = {part for word in words for part in re.split(r"[^a-z0-9]+", word)}
+    other = next((text for part, text in _OTHERS.items() if any(one.endswith(part) for one in parts)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{program} {other}; import-trl reads {', '.join(one.name for one in _KINDS.values())}"
+        )
+    if any(key.startswith("uld_") or key == "use_uld_loss" for key in draft.given):
+        found = _KINDS["gold"]
+    elif "seq_kd" in draft.given or (
+        "max_new_tokens" in draft.given and "max_completion_length" not in draft.given
+    ):
+        found = _KINDS["gkd"]
+    else:
+        found = _DISTILLATION
+    draft.notes.append(f"the trainer is not named: the defaults of TRL's {found.name} are written")
+    return found
 
 
 def _models(draft: Draft) -> None:
@@ -154,13 +153,24 @@ def _models(draft: Draft) -> None:
     draft.not_needed("trust_remote_code", "it is off here too")
     dtype = "float32" if draft.get("bf16") is False and not draft.get("fp16", False) else "bfloat16"
     draft.put("student.dtype", dtype, "bf16")
-    given = draft.get("dtype", "auto")
-    draft.put(f"{_TEACHER}.dtype", given if given in _DTYPES else "bfloat16", "dtype")
-    attention = draft.get("attn_implementation")
+    own = next(
+        (
+            key
+            for key in (f"{_TEACHER_KWARGS}.dtype", f"{_TEACHER_KWARGS}.torch_dtype", "dtype")
+            if draft.get(key)
+        ),
+        "dtype",
+    )
+    given = draft.get(own, "auto")
+    draft.put(f"{_TEACHER}.dtype", given if given in _DTYPES else "bfloat16", own)
+    key = next(
+        (one for one in ("attn_implementation", f"{_KWARGS}.attn_implementation") if draft.get(one)), ""
+    )
+    attention = draft.get(key)
     if attention in _ATTENTION:
-        draft.put("student.attention", attention, "attn_implementation")
+        draft.put("student.attention", attention, key)
     elif attention is not None:
-        draft.unsupported("attn_implementation", f"student.attention is one of {', '.join(_ATTENTION)}")
+        draft.unsupported(key, f"student.attention is one of {', '.join(_ATTENTION)}")
     draft.put(
         "student.gradient_checkpointing",
         bool(draft.get("gradient_checkpointing", True)),
@@ -205,14 +215,24 @@ def _data(draft: Draft) -> None:
         draft.put("data.shuffle", bool(draft.get("shuffle_dataset")), "shuffle_dataset")
 
 
-def _loss(draft: Draft, gkd: bool) -> None:
-    beta = float(draft.get("beta", 0.5 if gkd else 1.0))
+def _loss(draft: Draft, own: _Kind) -> None:
+    beta = float(draft.get("beta", own.beta))
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
     draft.put("loss.kind", kind, "beta")
     if kind == "jsd":
         draft.put("loss.beta", beta, "beta")
-    k = draft.get("loss_top_k", 0)
-    if k:
+    aligned = bool(draft.get("use_uld_loss", False))
+    earlier = own is _DISTILLATION and any(key in draft.given for key in _BEFORE_1_9)
+    k = draft.get("loss_top_k", 1 if earlier else own.top_k)
+    if earlier and "loss_top_k" not in draft.given:
+        draft.notes.append("keys of TRL before 1.9: there loss_top_k is 1 unless given")
+    if aligned:
+        draft.put(f"{_TEACHER}.vocabulary", "align", "use_uld_loss")
+        draft.notes.append(
+            "ULD compares sorted probabilities; here the teacher's scores are moved to the student's tokens by bytes, and the divergence of "
+            "beta is taken over its K best ids (docs/teachers.md, Another tokenizer)"
+        )
+    elif k:
         draft.put("loss.signal", "at_ids" if kind == "reverse_kl" else "topk", "loss_top_k")
         draft.put("loss.topk", k, "loss_top_k")
         draft.put(
@@ -222,11 +242,15 @@ def _loss(draft: Draft, gkd: bool) -> None:
             draft.notes.append(
                 "TRL compares the K best ids of both models; here they are the teacher's (loss.signal = 'topk')"
             )
+        elif kind == "reverse_kl" and k == 1 and draft.get("reverse_kl_top_1_mode", "sampled") == "sampled":
+            draft.notes.append(
+                "TRL's one id is the written token; here it is the student's best. loss.signal = 'hidden' is over the whole vocabulary"
+            )
     else:
         draft.follow("loss.signal", "hidden", "the loss is over the whole vocabulary")
-    temperature = float(draft.get("temperature", 0.9 if gkd else 1.0))
+    temperature = float(draft.get("temperature", own.temperature))
     draft.put("rollout.temperature", temperature, "temperature")
-    if temperature != 1.0 and not gkd:
+    if temperature != 1.0 and own.tempered and not aligned:
         draft.follow(
             "loss.student_temperature",
             temperature,
@@ -238,7 +262,7 @@ def _loss(draft: Draft, gkd: bool) -> None:
             )
         else:
             draft.put("loss.teacher_temperature", temperature, "temperature")
-    share = draft.get("lmbda", 0.5 if gkd else 1.0)
+    share = draft.get("lmbda", own.lmbda)
     if share == 1.0:
         draft.tell("lmbda", Verdict.IMPLIED, "every rollout is the student's own")
     elif k and kind == "reverse_kl":
@@ -256,11 +280,10 @@ def _loss(draft: Draft, gkd: bool) -> None:
         )
 
 
-def _rollout(draft: Draft, gkd: bool) -> None:
-    tokens = "max_new_tokens" if gkd else "max_completion_length"
-    draft.put("rollout.max_new_tokens", draft.get(tokens, 128 if gkd else 512), tokens)
+def _rollout(draft: Draft, own: _Kind) -> None:
+    draft.put("rollout.max_new_tokens", draft.get(own.tokens, own.most_tokens), own.tokens)
     draft.put("rollout.n", draft.get("num_generations", 1), "num_generations")
-    draft.put("rollout.top_p", float(draft.get("top_p", 1.0 if gkd else 0.95)), "top_p")
+    draft.put("rollout.top_p", float(draft.get("top_p", own.top_p)), "top_p")
     draft.put("rollout.top_k", max(draft.get("top_k", 0), 0), "top_k")
     if not draft.get("use_vllm", False):
         draft.not_needed("use_vllm", "rollout.engine = 'hf' writes the rollouts")
@@ -269,15 +292,15 @@ def _rollout(draft: Draft, gkd: bool) -> None:
     shared = draft.get("vllm_mode", "colocate") == "colocate"
     if shared:
         draft.not_needed("vllm_mode", "servers that the run starts share the trainer's GPUs")
-    draft.unsupported("vllm_mode", _SERVER)
+    draft.unsupported("vllm_mode", SERVER)
     each = draft.get("vllm_tensor_parallel_size", 1)
     replicas = max(draft.get("num_processes", 1) // each, 1) if shared else 1
     draft.put("rollout.replicas", replicas, "num_processes")
     draft.vllm(replicas, each, shared)
-    arguments = [f"--gpu-memory-utilization={draft.get('vllm_gpu_memory_utilization', 0.3)}"]
+    words = [f"--gpu-memory-utilization={draft.get('vllm_gpu_memory_utilization', own.memory)}"]
     if draft.get("vllm_tensor_parallel_size", 1) > 1:
-        arguments.append(f"--tensor-parallel-size={draft.get('vllm_tensor_parallel_size')}")
-    draft.put("rollout.engine_args", arguments, "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+        words.append(f"--tensor-parallel-size={draft.get('vllm_tensor_parallel_size')}")
+    draft.put("rollout.engine_args", words, "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
     for key in ("vllm_max_model_length", "vllm_max_model_len"):
         if draft.get(key) is not None:
             draft.put("rollout.context_length", draft.get(key), key)
@@ -288,7 +311,7 @@ def _rollout(draft: Draft, gkd: bool) -> None:
     )
 
 
-def _trainer(draft: Draft, gkd: bool) -> None:
+def _trainer(draft: Draft, own: _Kind) -> None:
     ranks, each, cut = (
         draft.get("num_processes", 1),
         draft.get("per_device_train_batch_size", 8),
@@ -315,9 +338,7 @@ def _trainer(draft: Draft, gkd: bool) -> None:
     else:
         draft.put("trainer.passes", float(draft.get("num_train_epochs", 3.0)), "num_train_epochs")
         draft.not_needed("max_steps", "num_train_epochs ends the run")
-    draft.put(
-        "trainer.learning_rate", float(draft.get("learning_rate", 2e-5 if gkd else 1e-6)), "learning_rate"
-    )
+    draft.put("trainer.learning_rate", float(draft.get("learning_rate", own.learning_rate)), "learning_rate")
     draft.put("trainer.weight_decay", float(draft.get("weight_decay", 0.0)), "weight_decay")
     draft.put("trainer.grad_clip", float(draft.get("max_grad_norm", 1.0)), "max_grad_norm")
     schedule = draft.get("lr_scheduler_type", "linear")
@@ -353,7 +374,7 @@ def _run(draft: Draft) -> None:
         draft.put("trainer.keep_checkpoints", max(draft.get("save_total_limit"), 2), "save_total_limit")
     for ours, theirs in (("run.dir", "output_dir"), ("run.name", "run_name"), ("run.seed", "seed")):
         if draft.get(theirs) is not None:
-            draft.put(ours, draft.get(theirs), theirs)
+            draft.put(ours, draft.get(theirs) if theirs == "seed" else str(draft.get(theirs)), theirs)
     loggers = draft.get("report_to", [])
     named = [loggers] if isinstance(loggers, str) else list(loggers)
     draft.put("run.loggers", [name for name in named if name in _LOGGERS], "report_to")
@@ -367,21 +388,21 @@ def _run(draft: Draft) -> None:
 
 
 def _the_rest(draft: Draft) -> None:
+    unknown: list[str] = []
     for key, value in draft.given.items():
         if key in draft.entries:
             continue
-        instead = next((text for pattern, text in _UNSUPPORTED.items() if fnmatchcase(key, pattern)), None)
-        why = next((text for pattern, text in _NOT_NEEDED.items() if fnmatchcase(key, pattern)), None)
-        if _harmless(key, value):
-            draft.not_needed(key, why or "it is off, or is what happens here")
-        elif instead is not None:
-            draft.unsupported(key, instead)
-        elif why is not None:
-            draft.not_needed(key, why)
-        else:
+        found = settled(key, value)
+        if found is None:
             answer = unknown_key(RecipeTables, [key], None)[0].partition("; ")[2]
             draft.unsupported(key, f"not known; {answer}")
-
-
-def _harmless(key: str, value: Any) -> bool:
-    return value in _OFF or _USUAL.get(key) == value
+            unknown.append(key)
+        elif found[0]:
+            draft.unsupported(key, found[1])
+        else:
+            draft.not_needed(key, found[1])
+    if len(unknown) > len(draft.given) // 2:
+        raise ConfigError(
+            f"{len(unknown)} of {len(draft.given)} keys are none of TRL's ({', '.join(unknown[:4])}, …); give a configuration of "
+            "DistillationConfig, GKDConfig or GOLDConfig (verl's: understudy import-verl)"
+        )

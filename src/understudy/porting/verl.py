@@ -24,6 +24,7 @@ _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OWN_FILE = re.compile(r"(ppo|(fully_async|one_step_off|transfer_queue)_ppo)_(\w+_)?trainer$")
 """Files of verl's own, whose defaults are known."""
+_SECTIONS = ("actor_rollout_ref.", "data.", "trainer.", "algorithm.", "distillation.")
 _OTHER_PROGRAMS = {
     "sft_trainer": "trains on given answers alone",
     "main_generation": "writes answers without training",
@@ -227,8 +228,9 @@ def _the_rest(draft: Draft, source: Source) -> None:
             draft.unsupported(key, found[1])
         else:
             draft.not_needed(key, found[1])
-    if len(unknown) > len(draft.given) // 2:
+    if len(unknown) > len(draft.given) // 2 or not any(key.startswith(_SECTIONS) for key in draft.given):
+        shown = ", ".join([*unknown, *draft.given][:4])
         raise ConfigError(
-            f"{len(unknown)} of {len(draft.given)} keys are none of verl's ({', '.join(unknown[:4])}, …); give a configuration "
-            "with verl's sections actor_rollout_ref, data, trainer, distillation (TRL's: understudy import-trl)"
+            f"{len(unknown)} of {len(draft.given)} keys are none of verl's ({shown}, …); give a whole configuration, with verl's sections "
+            "actor_rollout_ref, data, trainer, distillation (TRL's: understudy import-trl)"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from understudy.porting.recipe_draft import Draft, Verdict
-from understudy.porting.verl_schedule import Schedule
+from understudy.porting.verl_schedule import VerlSchedule
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUES = {
@@ -40,7 +40,7 @@ def machines(draft: Draft) -> int:
     return int(each * nodes)
 
 
-def rollout(draft: Draft, gpus: int, schedule: Schedule) -> None:
+def rollout(draft: Draft, gpus: int, schedule: VerlSchedule) -> None:
     for name, default in (("n", 1), ("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
         value = draft.get(f"{_ROLLOUT}.{name}", default)
         draft.put(f"rollout.{name}", value if name == "n" else float(value), f"{_ROLLOUT}.{name}")

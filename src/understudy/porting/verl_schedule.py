@@ -10,7 +10,7 @@ from understudy.porting.sources import Source
 _MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
-class Schedule(StrEnum):
+class VerlSchedule(StrEnum):
     SYNC = "sync"
     COLOCATE_ASYNC = "colocate_async"
     SEPARATE_ASYNC = "separate_async"
@@ -21,44 +21,44 @@ class Schedule(StrEnum):
     @property
     def own_engines(self) -> bool:
         """Engines have GPUs of their own."""
-        return self not in (Schedule.SYNC, Schedule.COLOCATE_ASYNC)
+        return self not in (VerlSchedule.SYNC, VerlSchedule.COLOCATE_ASYNC)
 
 
-def schedule_of(draft: Draft, source: Source) -> Schedule:
+def schedule_of(draft: Draft, source: Source) -> VerlSchedule:
     mode, pipeline = draft.get("trainer.v1.trainer_mode"), draft.get("trainer.scheduler")
-    if mode in (Schedule.SEPARATE_ASYNC, Schedule.COLOCATE_ASYNC):
-        return Schedule(mode)
-    if pipeline in (Schedule.ONE_STEP_OFF, Schedule.TWO_STEP_OFF):
-        return Schedule(pipeline)
+    if mode in (VerlSchedule.SEPARATE_ASYNC, VerlSchedule.COLOCATE_ASYNC):
+        return VerlSchedule(mode)
+    if pipeline in (VerlSchedule.ONE_STEP_OFF, VerlSchedule.TWO_STEP_OFF):
+        return VerlSchedule(pipeline)
     run = f"{source.program} {source.config}"
     if "one_step_off" in run or "gkd" in run:
-        return Schedule.ONE_STEP_OFF
+        return VerlSchedule.ONE_STEP_OFF
     own = any(key.startswith("async_training.") for key in draft.given)
-    return Schedule.FULLY_ASYNC if own or "fully_async" in run else Schedule.SYNC
+    return VerlSchedule.FULLY_ASYNC if own or "fully_async" in run else VerlSchedule.SYNC
 
 
-def batches(draft: Draft, schedule: Schedule, whole: bool) -> tuple[int, int]:
+def batches(draft: Draft, schedule: VerlSchedule, whole: bool) -> tuple[int, int]:
     """The prompts of a step, and the steps of a publish. verl's asynchronous trainers count their steps in publishes,
     each after some updates; a step here is an update there. `whole`: a batch is one update, whatever its mini-batches."""
-    if schedule is Schedule.SYNC:
+    if schedule is VerlSchedule.SYNC:
         return _synchronous(draft, whole), 1
-    mode = {Schedule.COLOCATE_ASYNC: "trainer.v1.trainer_mode", Schedule.SEPARATE_ASYNC: "trainer.v1.trainer_mode",
-            Schedule.FULLY_ASYNC: "its fully asynchronous trainer runs"}.get(schedule, "trainer.scheduler")  # fmt: skip
+    mode = {VerlSchedule.COLOCATE_ASYNC: "trainer.v1.trainer_mode", VerlSchedule.SEPARATE_ASYNC: "trainer.v1.trainer_mode",
+            VerlSchedule.FULLY_ASYNC: "its fully asynchronous trainer runs"}.get(schedule, "trainer.scheduler")  # fmt: skip
     if mode in draft.given:
         draft.put("trainer.mode", "fully_async", mode)
     else:
         draft.follow("trainer.mode", "fully_async", mode if " " in mode else f"its {schedule} trainer runs")
-    if schedule in (Schedule.ONE_STEP_OFF, Schedule.TWO_STEP_OFF):
+    if schedule in (VerlSchedule.ONE_STEP_OFF, VerlSchedule.TWO_STEP_OFF):
         batch = _synchronous(draft, whole)
-        behind = 1.0 if schedule is Schedule.ONE_STEP_OFF else 2.0
+        behind = 1.0 if schedule is VerlSchedule.ONE_STEP_OFF else 2.0
         draft.put("trainer.max_staleness", behind, "trainer.scheduler")
         draft.follow("trainer.partial_rollouts", False, "a batch is written by one set of weights")
         return batch, 1
-    if schedule is Schedule.FULLY_ASYNC:
+    if schedule is VerlSchedule.FULLY_ASYNC:
         batch, updates = _mini_batches(draft, "async_training.trigger_parameter_sync_step")
         stale = "async_training.staleness_threshold"
         draft.put("trainer.max_staleness", float(draft.get(stale, 0.1)), stale)
-    elif schedule is Schedule.SEPARATE_ASYNC:
+    elif schedule is VerlSchedule.SEPARATE_ASYNC:
         batch, updates = _mini_batches(draft, "trainer.v1.separate_async.parameter_sync_step")
         _ahead(draft, schedule)
     else:  # it publishes after every batch
@@ -70,7 +70,7 @@ def batches(draft: Draft, schedule: Schedule, whole: bool) -> tuple[int, int]:
     return batch, updates
 
 
-def _ahead(draft: Draft, schedule: Schedule) -> None:
+def _ahead(draft: Draft, schedule: VerlSchedule) -> None:
     """verl keeps num_warmup_batches + 1 batches in flight; what is older than max_off_policy_threshold it drops."""
     warm, limit = f"trainer.v1.{schedule}.num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold"
     behind, oldest = draft.get(warm, 1), draft.get(limit, 8) - 1

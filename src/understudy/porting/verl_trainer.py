@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from understudy.porting.recipe_draft import Draft, expanded
-from understudy.porting.verl_schedule import Schedule, batches, length
+from understudy.porting.verl_schedule import VerlSchedule, batches, length
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 _SCHEDULES = ("constant", "cosine", "linear")
 
 
-def trainer(draft: Draft, schedule: Schedule, whole: bool) -> None:
+def trainer(draft: Draft, schedule: VerlSchedule, whole: bool) -> None:
     """`whole`: a batch is one update."""
     batch, updates = batches(draft, schedule, whole)
     steps = length(draft, batch, updates)

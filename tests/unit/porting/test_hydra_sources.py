@@ -80,6 +80,16 @@ def test_references_are_followed_after_the_overrides(tmp_path: Path, monkeypatch
     assert "2 values" in note and "d.lost = x-${z.z}" in note
 
 
+def test_references_to_sections_and_in_references(tmp_path: Path) -> None:
+    text = (
+        "a: {optim: {lr: 1e-6, steps: '${a.n}'}, n: 4}\n"
+        "b: {optim: '${a.optim}', k: '${oc.select:z.z,${oc.select:a.n,7}}', j: '${oc.select:z.z,${oc.select:y.y,7}}'}\n"
+    )
+    source = of_file(tmp_path, text)
+    wanted = {"b.optim.lr": 1e-6, "b.optim.steps": 4, "b.k": 4, "b.j": 7}
+    assert {key: source.keys.get(key) for key in wanted} == wanted and not source.notes
+
+
 def test_references_in_a_circle_end(tmp_path: Path) -> None:
     assert "a.b" in of_file(tmp_path, "a: {b: '${a.c}', c: '${a.b}'}\n").keys
 

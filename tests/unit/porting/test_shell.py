@@ -25,6 +25,7 @@ from understudy.porting.shell import read_script
         ("if ((1 < 2)); then\n  A=5\nfi\nrun a=$A", ["run", "a=5"]),
         ("cat <<EOF\nrun a=9\nEOF\nrun a=1", ["run", "a=1"]),
         ("run a=${1:-4} b=${2-x} \"${@:-}\"", ["run", "a=4", "b=x"]),
+        ("F=${F:-[\"/rows\", \"$HOME/b\"]}\nrun f=\"$F\" g=${G:-'1e-6'}", ["run", "f=[/rows, /home/me/b]", "g=1e-6"]),
         (": ${A:=7}\nrun a=$A b=${A:?needed}", ["run", "a=7", "b=7"]),
         ("M=Org/Big-7B\nrun ${M,,} ${M##*/} ${M%%/*} ${M/Big/Small} ${M//B/b}", ["run", "org/big-7b", "Big-7B", "Org", "Org/Small-7B", "Org/big-7b"]),
         ("A=(x y)\nrun ${A[1]} \"${A[@]+\"${A[@]}\"}\"", ["run", "y", "x", "y"]),

@@ -60,6 +60,14 @@ def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
          {"trainer.optimizer": "adamw_8bit", "run.loggers": ["wandb"], "run.rollout_dump_every": 100}),
         ("DistillationConfig", {"dataset_config": "main", "dataset_train_split": "test"}, {"data.train": "org/rows/main:test"}),
         ("DistillationConfig", {"dataset_name": "rows.jsonl"}, {"data.train": "rows.jsonl"}),
+        ("GOLDConfig", {}, {"loss.kind": "jsd", "loss.signal": "hidden", "rollout.off_policy": 0.5, "rollout.max_new_tokens": 128, "rollout.top_p": 0.95,
+                            "rollout.temperature": 0.9, "loss.student_temperature": 0.9, "loss.teacher_temperature": 0.9, "trainer.learning_rate": 1e-7}),
+        ("gold.py", {"use_vllm": True, "max_completion_length": 64}, {"rollout.engine_args": ["--gpu-memory-utilization=0.9"], "rollout.max_new_tokens": 64}),
+        ("GOLDTrainer", {"use_uld_loss": True, "lmbda": 1.0}, {"teachers.teacher.vocabulary": "align", "loss.signal": None, "loss.student_temperature": None, "rollout.temperature": 0.9}),
+        ("ServerDistillationConfig", {}, {"loss.signal": "at_ids", "loss.topk": 1}),
+        ("DistillationConfig", {"loss_add_tail": True}, {"loss.signal": "at_ids", "loss.topk": 1}),
+        ("GKDConfig", {"teacher_model_init_kwargs": {"dtype": "float16"}, "model_init_kwargs": {"attn_implementation": "sdpa"}}, {"teachers.teacher.dtype": "float16", "student.attention": "sdpa"}),
+        ("train.py", {"seq_kd": False}, {"loss.kind": "jsd", "trainer.learning_rate": 2e-5}),
     ],
 )  # fmt: skip
 def test_values_and_defaults(program: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -125,11 +133,158 @@ def test_every_form_is_read(tmp_path: Path) -> None:
         found = read_trl(arguments)
         assert {key: found.keys.get(key) for key in keys} == keys, arguments
     script = read_trl([str(tmp_path / "train.py")])
-    assert script.program == "GKDConfig" and script.keys["model"] == "org/s"
+    assert script.program == "GKDConfig GKDTrainer" and script.keys["model"] == "org/s"
     assert any("seed=make_seed()" in note for note in script.notes) and any(
         "train_dataset=rows" in note for note in script.notes
     )
     assert from_trl(script).tables["student"]["model"] == "org/s"
+
+
+NAMES = """
+import torch
+from peft import LoraConfig
+NAME, BATCH = "org/s", 4
+MODEL = "org/s"
+LR: float = 2 * 1e-5
+rows = load_dataset("org/rows", "main", split="train[:64]")
+rows = rows.map(as_prompt).filter(lambda row: row["ok"])
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+teacher = AutoModelForCausalLM.from_pretrained(f"{MODEL}-big")
+adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+sampling = GenerationConfig(temperature=0.1, max_new_tokens=7)
+args = GOLDConfig("out", learning_rate=LR, per_device_train_batch_size=2, model_init_kwargs={"dtype": torch.bfloat16})
+GOLDTrainer(model, teacher, args=args, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+"""
+
+
+def test_names_of_a_python_file_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(NAMES)
+    source = read_trl([str(tmp_path / "a.py")])
+    wanted = {
+        "model": "org/s",
+        "teacher_model": "org/s-big",
+        "learning_rate": 2e-5,
+        "output_dir": "out",
+        "dataset_name": "org/rows",
+        "dataset_config": "main",
+        "dataset_train_split": "train[:64]",
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_target_modules": ["q_proj"],
+    }
+    assert {key: source.keys.get(key) for key in wanted} == wanted
+    assert "temperature" not in source.keys and "task_type" not in source.keys and "r" not in source.keys
+    assert any(".map, .filter" in note for note in source.notes)
+    assert from_trl(source).tables["student"]["lora"]["rank"] == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ('load_dataset("json", data_files="rows.jsonl")["train"]', {"dataset_name": "rows.jsonl", "dataset_train_split": "train"}),
+        ('load_dataset(path="org/rows", split="test")', {"dataset_name": "org/rows", "dataset_train_split": "test"}),
+        ("make_rows()", {}),
+        ("load_dataset(argv[1])", {}),
+        ("a)\na = b\nb = a\nprint(a", {}),
+    ],
+)  # fmt: skip
+def test_the_rows_of_a_python_file(rows: str, wanted: dict[str, Any]) -> None:
+    source = read_trl([f"GKDTrainer(model='a', train_dataset={rows})"])
+    assert {key: value for key, value in source.keys.items() if key.startswith("dataset")} == wanted
+    assert wanted or any("set data.train yourself" in note for note in source.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["accelerate", "launch", "--config_file", "four.yaml", "--mixed_precision", "bf16", "gkd.py"], 4),
+        (["accelerate", "launch", "--num_processes", "2", "--config_file", "four.yaml", "gkd.py"], 2),
+        (["torchrun", "--nproc_per_node=3", "--nnodes", "2", "gkd.py"], 6),
+        (["deepspeed", "--num_gpus", "5", "gkd.py"], 5),
+        (["trl", "gkd", "--accelerate_config", "zero3"], 8),
+        (["trl", "gkd", "--accelerate_config", "four.yaml", "--num_processes", "2"], 2),
+        (["trl", "gkd", "--config", "mine.yaml"], 4),
+        (["python", "gkd.py"], None),
+    ],
+)
+def test_processes_of_every_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], processes: int | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "four.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
+    (tmp_path / "mine.yaml").write_text(
+        "accelerate_config: four.yaml\nenv: {CUDA_VISIBLE_DEVICES: 0}\nbeta: 0.2\n"
+    )
+    flags = [
+        "--model_name_or_path",
+        "org/s",
+        "--no_gradient_checkpointing",
+        "--report_to",
+        "wandb",
+        "trackio",
+    ]
+    source = read_trl([*words, *flags])
+    assert source.keys.get("num_processes") == processes and source.keys["report_to"] == ["wandb", "trackio"]
+    draft = from_trl(source)
+    assert draft.tables["trainer"].get("ranks", 1) == (processes or 1)
+    assert "gradient_checkpointing" not in draft.tables["student"]
+    launcher = [entry for key, entry in draft.entries.items() if key.startswith(("launcher.", "env."))]
+    assert all(entry.verdict is Verdict.NOT_NEEDED for entry in launcher)
+
+
+def test_a_file_of_the_launcher_that_is_not_there_is_named() -> None:
+    notes = read_trl(["accelerate", "launch", "--config_file", "none.yaml", "gkd.py", "--beta", "0.1"]).notes
+    assert any("none.yaml was not found" in note for note in notes)
+
+
+def test_the_command_of_a_script_that_trains(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("beta: 0.25\n")
+    (tmp_path / "a.sh").write_text(
+        "pip install trl --upgrade --quiet\n"
+        'if [ "${FAST:-no}" = yes ]; then LR=1e-4; else LR=1e-5; fi\n'
+        'accelerate launch --num_processes ${N:-2} gkd.py --config c.yaml --learning_rate $LR \\\n  --output_dir out "$@"\n'
+        "trl vllm-serve --model out --port 8000\n"
+    )
+    source = read_trl([str(tmp_path / "a.sh"), "--lmbda", "1.0"])
+    wanted = {"beta": 0.25, "learning_rate": 1e-5, "output_dir": "out", "num_processes": 2, "lmbda": 1.0}
+    assert source.keys == wanted and source.program == "gkd.py"
+
+
+@pytest.mark.parametrize(
+    ("program", "match"),
+    [
+        ("GRPOConfig GRPOTrainer", "loss.task_coef"),
+        ("MiniLLMConfig", "loss.policy_gradient"),
+        ("sdft.py", "model = 'student'"),
+        ("SFTTrainer", "no distillation"),
+        ("OnlineDPOTrainer", "no distillation"),
+        ("IWOPDConfig", "distillation_objective"),
+    ],
+)
+def test_trainers_that_are_not_translated(program: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        draft_of(program)
+
+
+def test_a_trainer_that_is_not_named_is_guessed_and_said() -> None:
+    assert any("TRL's GOLDConfig" in note for note in draft_of("train.py", use_uld_loss=True).notes)
+    assert any("TRL's DistillationConfig" in note for note in draft_of("").notes)
+
+
+def test_configurations_of_something_else(tmp_path: Path) -> None:
+    keys = {"actor_rollout_ref.model.path": "m", "data.train_files": "f", "trainer.nnodes": 1}
+    with pytest.raises(ConfigError, match="import-verl"):
+        from_trl(Source(keys=keys))
+    (tmp_path / "acc.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 8\n")
+    (tmp_path / "a.py").write_text("parser = TrlParser((GKDConfig, ModelConfig))\n")
+    (tmp_path / "b.yaml").write_text("")
+    for name, match in (
+        ("acc.yaml", "accelerate's file"),
+        ("a.py", "from the command line"),
+        ("b.yaml", "is empty"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            read_trl([str(tmp_path / name)])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

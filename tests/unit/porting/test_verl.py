@@ -526,6 +526,7 @@ def test_sampled_evaluation_with_settings_of_its_own_is_reported() -> None:
         ({"data.path": "a.parquet"}, "verl.trainer.main_generation", "without training"),
         ({"learning_rate": 1e-5, "beta": 0.5, "output_dir": "o", "data.seed": 1}, "", "import-trl"),
         ({"services.web.image": "nginx", "version": 3}, "", "verl's sections"),
+        ({"services.web.image": None, "optim.fused": False}, "", "verl's sections"),
     ],
 )  # fmt: skip
 def test_configurations_of_something_else(keys: dict[str, Any], program: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Write a recipe from TRL's DistillationConfig or GKDConfig: Python keywords, YAML, JSON, or a command's flags.
+"""Write a recipe from TRL's DistillationConfig, GKDConfig or GOLDConfig: Python, YAML, JSON, or a command's flags.
 
 Every key is listed: carried over, implied by a default, not needed here, or not supported. Nothing is run.
 """
