@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from understudy.config import Recipe
 from understudy.config.recipe import NOT_GIVEN, examine, read_tables
 from understudy.errors import ConfigError
 from understudy.planning.preflight import Findings, preflight
+
+_WRONG_VALUE = re.compile(r"`([\w.]+)` = ")
+"""The beginning of a problem with one key's value."""
 
 
 def checked_recipe(
@@ -24,13 +28,14 @@ def checked_recipe(
     run.dir must be free."""
     recipe, problems = examine(read_tables(path, overrides))
     if recipe is not None:
-        # Wrong keys were taken out before this check; most findings do not depend on each other.
+        # Wrong values were taken out before this check, so their keys have defaults in it that the user did not give.
+        assumed = [NOT_GIVEN, *(found[1] for one in problems if (found := _WRONG_VALUE.match(one)))]
         problems += [
             problem
             for problem in preflight(
                 recipe, progress=progress, findings=findings, starting=findings is None, new_run=new_run
             )
-            if problem not in problems and NOT_GIVEN not in problem
+            if problem not in problems and not any(key in problem for key in assumed)
         ]
     if problems or recipe is None:
         raise ConfigError(problems)

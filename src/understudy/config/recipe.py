@@ -36,6 +36,8 @@ from understudy.errors import ConfigError
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`["section.key=value", …]`, as on a command line, or `{"section.key": value}`."""
+_LONGEST_NAME = 100
+"""Characters of a teacher's name, of which a log's file name has a few more."""
 NOT_GIVEN = "<not given>"
 """Placeholder for a required key that is missing or wrong, while the rest is checked. Findings about it are
 not reported."""
@@ -74,11 +76,14 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no recipe at {path}; give the path of a TOML file")
     try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     apply_overrides(table, overrides)
-    resolve_paths(table, path.parent)
+    try:
+        resolve_paths(table, path.parent)
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+        raise ConfigError(f"{path}: a file or folder that it names cannot be looked up: {error}") from None
     return table
 
 
@@ -210,7 +215,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 def set_key(table: dict[str, Any], name: str, value: Any, shown: str) -> None:
     """Sets one `section.key`; `shown` is what the error message shows as given."""
-    *sections, key = name.split(".")
+    *sections, key = _parts(name, shown)
     for section in sections:
         if table.get(section) is None:  # a run directory writes omitted sections as null
             table[section] = {}
@@ -223,6 +228,24 @@ def set_key(table: dict[str, Any], name: str, value: Any, shown: str) -> None:
         for other in _LENGTHS:
             table.pop(other, None)
     table[key] = value
+
+
+def _parts(name: str, shown: str) -> list[str]:
+    """The names of a dotted key. A quoted one may hold dots, as in TOML."""
+    if '"' in name or "'" in name:
+        try:
+            inner: Any = tomllib.loads(f"{name} = 0")
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{shown}: {name} is no key ({error})") from None
+        parts = []
+        while isinstance(inner, dict):
+            [(part, inner)] = inner.items()
+            parts.append(part)
+    else:
+        parts = name.split(".")
+    if not all(parts):
+        raise ConfigError(f"{shown}: {name} has an empty name beside a dot; expected section.key")
+    return parts
 
 
 def resolve_paths(table: dict[str, Any], base: Path) -> None:
@@ -344,6 +367,12 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks} and cluster.backend = 'ray': "
             "each rank takes a GPU of its own there; write student.device = 'cuda'"
         )
+    problems += [
+        f"teachers.{name!r}: logs and metrics carry a teacher's name; choose one of 1 to {_LONGEST_NAME} characters without '/' and "
+        "control characters (the value of the rows it scores is its `key`)"
+        for name in teachers
+        if not 1 <= len(name) <= _LONGEST_NAME or "/" in name or not name.isprintable()
+    ]
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)
     problems += aligned_teacher_problems(recipe)

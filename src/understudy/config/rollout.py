@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from understudy.config.base import Section, nearest
 from understudy.config.devices import VisibleDevices
 
+_LEAST_TEMPERATURE = 1e-6
 AGENTS = ("single_turn", "tool", "verifiers", "verifiers_v1", "openenv")
 """The built-in agent loops."""
 
@@ -146,6 +147,11 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _fits_its_engine(self) -> RolloutConfig:
         self._check_servers()
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {self.temperature:g} makes logits overflow; write 0, which takes the most likely token, or at least "
+                f"{_LEAST_TEMPERATURE:g}"
+            )
         if self.engine == "hf" and not self.live_weights:
             raise ValueError("live_weights = false belongs to servers; hf generates with the trained weights")
         if self.engine == "openai" and self.live_weights:

@@ -201,7 +201,7 @@ class RunConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "opentelemetry"]] = Field(default=[])
     """Loggers besides the console and metrics.jsonl; each is an extra (`pip install understudy[wandb]`).
     `trackio` also gets kept rows as traces; `opentelemetry` gets the spans."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     """Seed of the order of rows, of sampling and of new weights."""
     determinism: Literal["full", "fast"] | None = None
     """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By

@@ -80,15 +80,20 @@ def settle_overlong(
         return dataset, []
     over = overlong.over
     first = min(over)
-    limit = overlong.limits.of(dataset.rows[first])
     what = f"{overlong.role}: the prompt of {dataset.place(first)} has {over[first]} tokens"
     where = f" ({len(over)} rows in all)" if len(over) > 1 else ""
     if overlong.rule == "error":
-        if limit == data.max_prompt_tokens:
-            why, lower = f"data.max_prompt_tokens = {limit}", ""
+        room = overlong.limits.student  # below 0 if the answer alone is too long
+        if room is None or room == data.max_prompt_tokens:
+            why, lower = f"data.max_prompt_tokens = {room}", ""
         else:
-            context = (limit or 0) + rollout.max_new_tokens
-            why = f"with rollout.max_new_tokens = {rollout.max_new_tokens} it exceeds the student's context of {context}"
+            context = room + rollout.max_new_tokens
+            whose = (
+                "rollout.context_length ="
+                if context == rollout.context_length
+                else "the student's context of"
+            )
+            why = f"with rollout.max_new_tokens = {rollout.max_new_tokens} it exceeds {whose} {context}"
             lower = "lower rollout.max_new_tokens, "
         raise DataError(
             f"{what}; {why}; {lower}shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"

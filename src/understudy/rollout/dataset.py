@@ -156,7 +156,10 @@ def _checked(
     """`folders`: what the paths of each row's pictures are relative to."""
     rows, names, split = [], [], 0
     for (place, row), folder in zip(places, folders, strict=True):
-        rows.append(_checked_row(place, row, folder))
+        try:
+            rows.append(_checked_row(place, row, folder))
+        except RecursionError:
+            raise DataError(f"{place} is nested too deeply to be read") from None
         names.append(place)
         split += not row.get(COMPLETION) and bool(rows[-1].get(COMPLETION))
     if not rows:
@@ -203,9 +206,10 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
         asked, answer = _split_answer(place, content, row)
         if answer is not None:
             changes[COMPLETION] = answer
-        messages = checked_messages(place, asked, images, folder)
+        column = "messages" if row.get("messages") else "prompt"
+        messages = checked_messages(place, asked, images, folder, column)
         if messages is not content:
-            changes["messages" if row.get("messages") else "prompt"] = messages
+            changes[column] = messages
     if not isinstance(row.get("data_source", ""), str | None):
         raise DataError(f"{place}: data_source is {row['data_source']!r}; expected text")
     agent = _agent_of(place, row)
@@ -296,29 +300,33 @@ def _agent_of(place: str, row: Row) -> str | None:
 
 
 def checked_messages(
-    place: str, messages: Any, images: Sequence[Any] = (), folder: Path | None = None
+    place: str,
+    messages: Any,
+    images: Sequence[Any] = (),
+    folder: Path | None = None,
+    column: str = "messages",
 ) -> Any:
     """The checked messages, with content in text parts joined into one text. A message with pictures has a
     list of parts. `images`: the row's own column, whose pictures stand where the messages say, or before the
-    first user message. Paths are relative to `folder`."""
+    first user message. Paths are relative to `folder`. `column`: where they come from, for errors."""
     if not isinstance(messages, Sequence):
-        raise DataError(f"{place}: messages is a {type(messages).__name__}; expected a list of messages")
+        raise DataError(f"{place}: {column} is a {type(messages).__name__}; expected a list of messages")
     plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(
-                f'{place}: messages[{i}] is {message!r}; expected an object like {{"role": "user", "content": "…"}}'
+                f'{place}: {column}[{i}] is {message!r}; expected an object like {{"role": "user", "content": "…"}}'
             )
         content = message.get("content")
         if content is None and message["role"] != "assistant":  # a tool call has none
             raise DataError(
-                f"{place}: messages[{i}] has no content (its keys: {', '.join(map(str, message))}); "
+                f"{place}: {column}[{i}] has no content (its keys: {', '.join(map(str, message))}); "
                 'expected an object like {"role": "user", "content": "…"}'
             )
         if isinstance(content, str | None):
             plain.append(message)
         elif isinstance(content, Sequence):
-            where = f"{place}: messages[{i}].content"
+            where = f"{place}: {column}[{i}].content"
             parts = [part_of(f"{where}[{j}]", part, folder) for j, part in enumerate(content)]
             if all(isinstance(part, str) for part in parts):
                 plain.append({**message, "content": "".join(map(str, parts))})
@@ -326,7 +334,7 @@ def checked_messages(
                 plain.append({**message, "content": merged(parts)})
         else:
             raise DataError(
-                f"{place}: messages[{i}].content is a {type(content).__name__}; expected text or a list of text parts"
+                f"{place}: {column}[{i}].content is a {type(content).__name__}; expected text or a list of text parts"
             )
     if messages[-1]["role"] == "assistant":
         raise DataError(

@@ -38,7 +38,7 @@ from understudy.rollout.loading import set_python_path
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Reward, Rewards, load_reward
 from understudy.rollout.row_length import longest_row
-from understudy.run.measurable import check_measurable
+from understudy.run.measurable import check_counts, check_measurable
 from understudy.trainers.evaluation.best_checkpoint import best_step
 from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_prompts, measures
 from understudy.trainers.evaluation.evaluator import Evaluator
@@ -68,6 +68,7 @@ async def evaluate_model(
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
     check_measurable(model, data, reward, best=best)
+    check_counts(samples, k, max_new_tokens)
     subject = _Subject.of(model)
     settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k)
     view = view or LiveView(0, enabled=False)
@@ -76,6 +77,11 @@ async def evaluate_model(
         media = MediaStore(subject.run.media if subject.run else scratch)
         student = _load(subject, media, best, view)
         renderer = _renderer(subject, settings, student)
+        if settings.rollout.max_new_tokens >= renderer.context:
+            raise ConfigError(
+                f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a problem: {subject.name} holds "
+                f"{renderer.context} tokens; lower it (from Python: max_new_tokens)"
+            )
         problems = _problems(subject, settings, student, media, view)
         prompts = eval_prompts(problems, samples)
         evaluator = _evaluator(subject, settings, student, renderer, prompts, stack)

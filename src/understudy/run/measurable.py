@@ -40,3 +40,15 @@ def check_measurable(
         raise ConfigError(
             f"nothing to measure with: give {' and '.join(missing)} (from Python: data, reward); {why}"
         )
+
+
+def check_counts(samples: int | None, k: int | None, max_new_tokens: int | None) -> None:
+    """Raises for a number of problems, of samples or of tokens with which nothing would be measured."""
+    given = [("--samples", samples, 1), ("--k", k, 0), ("--max-new-tokens", max_new_tokens, 1)]
+    problems = [
+        f"{flag} {count}: expected a whole number of at least {least} (from Python: {flag[2:].replace('-', '_')})"
+        for flag, count, least in given
+        if count is not None and count < least
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from small_runs import call_cli, run_cli, write_toml
+from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoTokenizer
 
 import understudy
@@ -285,3 +285,25 @@ def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: 
     assert "evaluating on 4 problems" in call_cli("eval", str(run.dir))[1]
     code, output = call_cli("eval", str(run.dir), "--max-new-tokens", "60")
     assert code == 0 and "evaluating on 3 problems" in output, output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--samples", "0"], "--samples 0: expected a whole number of at least 1 (from Python: samples)"),
+        (["--k", "-1"], "--k -1: expected a whole number of at least 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: expected a whole number of at least 1 (from Python: max_new_tokens)"),
+        ([], "--max-new-tokens 256 leaves no room for a problem"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_could_measure_nothing_is_refused(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    """Without a run the answers have 256 tokens, twice what the quickstart's student holds: all problems failed."""
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "12+34=", "answer": "46"}\n')
+    reward = "understudy.rollout.rewards.builtin:exact_match"
+    student = str(ASSETS / "models" / "student")
+    code, output = call_cli(
+        "eval", student, "--data", str(tmp_path / "held_out.jsonl"), "--reward", reward, *flags
+    )
+    assert code == 2 and message in " ".join(output.split()), output

@@ -114,6 +114,38 @@ def test_lists_and_globs_beside_the_recipe(check: Check, tmp_path: Path) -> None
     assert code == 2 and "`data.train` = 5: expected a list of texts" in output
 
 
+def test_rows_of_odd_shapes_are_told_by_file_line_and_column(check: Check) -> None:
+    code, said = check([{"prompt": 7}])
+    assert code == 2 and "rows.jsonl, line 1: prompt is a int; expected" in said
+    code, said = check([{"prompt": [{"content": "x"}]}])
+    assert code == 2 and "rows.jsonl, line 1: prompt[0] is {'content': 'x'}; expected" in said
+    nested: list[Any] = []
+    for _ in range(900):
+        nested = [nested]
+    code, said = check([{"prompt": "1+1="}, {"prompt": "1+1=", "tree": nested}])
+    assert code == 2 and "rows.jsonl, line 2 is nested too deeply to be read" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout.max_new_tokens=1000000"], "rollout.max_new_tokens = 1000000 it exceeds the student's context of 128;"),
+        (["rollout.context_length=7"], "rollout.max_new_tokens = 8 it exceeds rollout.context_length = 7;"),
+        (["rollout.max_new_tokens=120"], "rollout.max_new_tokens = 120 it exceeds the student's context of 128;"),
+    ],
+)  # fmt: skip
+def test_the_context_that_a_prompt_exceeds_is_named(check: Check, words: list[str], told: str) -> None:
+    """Also where the answer alone is longer."""
+    code, said = check([{"messages": [{"role": "user", "content": "1" * 12}]}], *words)
+    assert code == 2 and told in said
+
+
+def test_no_problem_is_told_of_the_default_of_a_key_whose_value_is_wrong(check: Check) -> None:
+    for word in ("loss.topk=0", "rollout.max_new_tokens=0"):
+        code, said = check([{"messages": CHAT}], word)
+        assert code == 2 and said.count("error:") == 1 and "expected a whole number of at least 1" in said
+
+
 def test_prompts_that_are_too_long(check: Check) -> None:
     rows = [{"messages": CHAT}, {"messages": LONG}, {"messages": LONG}]
     code, output = check(rows, "data.max_prompt_tokens=20")

@@ -1,12 +1,13 @@
 """A recipe's problems are all told at once, each with the nearest right key or value."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from understudy.config import parse_recipe
-from understudy.config.recipe import apply_overrides, examine, load_recipe
+from understudy.config.recipe import apply_overrides, examine, load_recipe, read_tables
 from understudy.errors import ConfigError
 
 GOOD = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
@@ -127,6 +128,60 @@ def test_lists_without_their_quotes_are_told_so(word: str) -> None:
     table: dict[str, Any] = {}
     apply_overrides(table, ["data.train=[ab]*.jsonl", 'run.loggers=["wandb"]'])
     assert table == {"data": {"train": "[ab]*.jsonl"}, "run": {"loggers": ["wandb"]}}
+
+
+@pytest.mark.parametrize("name", ['teachers."a.b".model', "teachers.'a.b'.model", 'teachers . "a.b" . model'])
+def test_a_quoted_name_in_an_override_may_hold_dots(name: str) -> None:
+    table: dict[str, Any] = {}
+    apply_overrides(table, [f"{name}=x", "teachers.plain.model=y"])
+    assert table == {"teachers": {"a.b": {"model": "x"}, "plain": {"model": "y"}}}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("teachers..model=x", "teachers..model has an empty name beside a dot"),
+        (".steps=3", ".steps has an empty name"),
+        ('teachers."".model=x', "has an empty name"),
+        ('teachers."a.model=x', 'teachers."a.model is no key'),
+    ],
+)
+def test_names_that_are_empty_or_half_quoted_are_refused(word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        apply_overrides({}, [word])
+
+
+def test_a_recipe_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b'\xef\xbb\xbf[student]\r\nmodel = "m"\r\n')
+    assert read_tables(path)["student"] == {"model": "m"}
+
+
+@pytest.mark.parametrize("name", ["", "math/easy", "a\nb", "t" * 101])
+def test_a_teachers_name_must_do_as_a_part_of_file_names(name: str) -> None:
+    _, problems = examine(GOOD | {"teachers": {name: {"model": "m"}}})
+    assert len(problems) == 1 and "logs and metrics carry a teacher's name" in problems[0]
+    for fine in ("a b", "..", "ü", "math.easy", "t" * 100):
+        assert examine(GOOD | {"teachers": {fine: {"model": "m"}}})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (f"run.seed={1 << 64}", "`run.seed` = 18446744073709551616: expected a whole number of at least 0"),
+        ("rollout.temperature=1e-300", "temperature = 1e-300 makes logits overflow; write 0"),
+        (f"data.train={'x' * 300}", "a file or folder that it names cannot be looked up: [Errno 36] File name too long"),
+        (f"student.model={'x' * 300}", "File name too long"),
+    ],
+)  # fmt: skip
+def test_values_that_used_to_fail_in_the_run_or_with_a_raw_error(
+    tmp_path: Path, word: str, told: str
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[student]\nmodel = "m"\n[teachers.t]\nmodel = "m"\n[data]\ntrain = "d.jsonl"\n')
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_recipe(path, [word])
+    assert load_recipe(path, [f"run.seed={(1 << 64) - 1}"]).run.seed == (1 << 64) - 1
 
 
 def test_overrides_and_paths(tmp_path: Path) -> None:

@@ -72,10 +72,16 @@ def score_in(result: Any) -> tuple[float, dict[str, float]] | None:
     """(score, further numbers) of a reward's result; None if it has no finite score."""
     found = dict(result) if isinstance(result, Mapping) else {"score": result}
     score = found.pop("score", found.pop("reward", None))
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+    if not _is_finite(score):
         return None
-    more = {str(k): float(v) for k, v in found.items() if isinstance(v, numbers.Real) and math.isfinite(v)}
-    return float(score), more
+    return float(score), {str(name): float(value) for name, value in found.items() if _is_finite(value)}
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer that is larger than any float
+        return False
 
 
 def is_async(function: Callable[..., Any]) -> bool:

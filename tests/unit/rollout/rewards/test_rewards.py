@@ -82,7 +82,9 @@ def test_no_reward_function_leaves_the_loop_s_own() -> None:
     assert reward_of().reward is None
 
 
-@pytest.mark.parametrize("result", [math.nan, math.inf, None, "1", {"other": 1.0}])
+@pytest.mark.parametrize(
+    "result", [math.nan, 10**400, {"score": 10**400}, math.inf, None, "1", {"other": 1.0}]
+)
 def test_a_result_that_is_not_a_number_names_the_row(result: Any) -> None:
     with pytest.raises(DataError, match=r"odd gave .* for row 00000-0000001_0_0"):
         reward_of(Reward("odd", lambda row, text: result))
