@@ -40,7 +40,7 @@ def _troubled(one: Trajectory, trouble: str) -> Trajectory:
     if trouble == "odd":
         return replace(one, metrics={"by_turn": {1: 2.0}})
     if trouble == "vast":
-        return replace(one, extra={**one.extra, "number": 10**30})
+        return replace(one, extra={**one.extra, "number": {10**30: 1}})
     if more is None:
         return replace(one, extra={**one.extra, "trouble": trouble})
     n = len(more)

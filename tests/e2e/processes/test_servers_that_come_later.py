@@ -97,7 +97,7 @@ def test_a_run_waits_for_a_server_that_listens_later_and_then_loads(
     """Refused connections, then 503 for everything, then 429 for the first scores."""
     gateway = Gateway(teacher_urls["add"], {"/manifest": [503, 502], "/v1/score": [429, 503]})
     path = with_teacher(recipe, tmp_path, "later", gateway.url)
-    process = start_cli("train", str(path))
+    process = start_cli("train", str(path), fork=False)
     try:
         told = []
         while not told or "waiting up to" not in told[-1]:
@@ -162,7 +162,7 @@ def test_an_interrupt_ends_the_wait_at_once(recipe: Make, tmp_path: Path) -> Non
             f"http://127.0.0.1:{bound.getsockname()[1]}",
             cluster__start_timeout_seconds=9e5,
         )
-        process = start_cli("train", str(path))
+        process = start_cli("train", str(path), fork=False)
         try:
             told = [""]
             while "waiting up to" not in told[-1]:

@@ -64,7 +64,7 @@ BY_THEIR_MASKS = {
 
 interpreted = pytest.mark.skipif(
     fused.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="run by tests/unit/test_interpreted_kernels.py",
+    reason="run by tests/contract/test_interpreted_kernels.py",
 )
 
 

@@ -58,7 +58,7 @@ def chosen(rows: dict[str, Any], places: list[int]) -> dict[str, Any]:
 
 @pytest.mark.skipif(
     attention.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="run by tests/unit/test_interpreted_kernels.py",
+    reason="run by tests/contract/test_interpreted_kernels.py",
 )
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize(("window", "parts"), [(0, 2), (300, 8)])  # all four on a GPU: seconds each here

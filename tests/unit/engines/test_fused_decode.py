@@ -19,7 +19,7 @@ from understudy.engines.local.slots import SlotPool
 
 interpreted = pytest.mark.skipif(
     fused_decode.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="run by tests/unit/test_interpreted_kernels.py",
+    reason="run by tests/contract/test_interpreted_kernels.py",
 )
 
 

@@ -294,7 +294,7 @@ def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
 
 @pytest.mark.skipif(
     decode_attention.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="run by tests/unit/test_interpreted_kernels.py",
+    reason="run by tests/contract/test_interpreted_kernels.py",
 )
 def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm

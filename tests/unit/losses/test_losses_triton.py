@@ -1,7 +1,7 @@
 """The Triton kernels, run by Triton's interpreter on the CPU (and compiled, where there is a GPU).
 
 Triton decides when a kernel is defined whether it will be interpreted, so these cases need TRITON_INTERPRET=1 before
-anything imports it: tests/unit/test_interpreted_kernels.py runs this file in a process of its own.
+anything imports it: tests/contract/test_interpreted_kernels.py runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 GPU = torch.cuda.is_available() and HAS_TRITON and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(
-    not (INTERPRETED or GPU), reason="run by tests/unit/test_interpreted_kernels.py"
+    not (INTERPRETED or GPU), reason="run by tests/contract/test_interpreted_kernels.py"
 )
 
 OBJECTIVES = [

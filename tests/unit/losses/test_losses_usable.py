@@ -17,7 +17,7 @@ KINDS = [
     ("forward_kl", "hidden"), ("reverse_kl", "hidden"), ("jsd", "hidden"), ("skew_forward_kl", "hidden"), ("tvd", "hidden"),
 ]  # fmt: skip
 INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/unit/test_interpreted_kernels.py"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/contract/test_interpreted_kernels.py"
 )
 
 

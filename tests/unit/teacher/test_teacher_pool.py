@@ -700,12 +700,12 @@ def test_the_start_waits_for_an_external_server_that_cannot_answer_yet() -> None
     rig = Loading(REFUSED_CONNECTION, NotServing("(503) loading"), busy(7.0))
     asyncio.run(rig.started(20.0))
     assert rig.attempts == [0.0, 0.25, 0.75, 7.75]
-    (told,) = rig.told(EventKind.PAUSED)
-    assert told.message == (
+    (event,) = rig.events_of(EventKind.PAUSED)
+    assert event.message == (
         "connection refused; start its server at http://elsewhere, or name another one in teachers.math.urls. Waiting up to 60 s "
         "(cluster.start_timeout_seconds); Ctrl-C ends the wait"
     )
-    assert [event.message for event in rig.told(EventKind.RESUMED)] == ["answers after 8 s"]
+    assert [event.message for event in rig.events_of(EventKind.RESUMED)] == ["answers after 8 s"]
     assert rig.width == 1, "it is not left alone any longer"
 
 

@@ -301,7 +301,7 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/unit/test_interpreted_kernels.py"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/contract/test_interpreted_kernels.py"
 )
 def test_the_kernels_equal_their_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""

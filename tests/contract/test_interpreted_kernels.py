@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+UNIT = Path(__file__).parents[1] / "unit"
 CASES = [
     "losses/test_losses_triton.py",
     "losses/test_losses_usable.py",
@@ -45,7 +45,7 @@ def test_kernels_under_the_interpreter() -> None:
         "no:xdist",
     ]
     finished = subprocess.run(
-        [*command, *(str(HERE / case) for case in CASES)],
+        [*command, *(str(UNIT / case) for case in CASES)],
         env=environment,
         capture_output=True,
         text=True,
