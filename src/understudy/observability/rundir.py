@@ -128,12 +128,12 @@ class RunDir:
 
     def tables(self) -> dict[str, Any]:
         """The tables of recipe.json, with what it hides."""
-        table: dict[str, Any] = read_json(self.recipe)
+        table: dict[str, Any] = read_whole(self.recipe)
         restore(table, self._hidden())
         return table
 
     def _hidden(self) -> list[dict[str, Any]]:
-        return read_json(self.redacted) if self.redacted.exists() else []
+        return read_whole(self.redacted) if self.redacted.exists() else []
 
     def check_restored(self, table: Mapping[str, Any], *sections: str) -> None:
         """`ConfigError` if these sections of `tables()`, or all of them, have hidden values that redacted.json lacks."""
@@ -351,3 +351,11 @@ def copy_durably(source: Path, target: Path) -> Path:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def read_whole(path: Path) -> Any:
+    """The same of a file without which a run cannot be used. `RunDirectoryError` if it is damaged."""
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} is damaged ({error}); put back a copy of it") from None

@@ -10,7 +10,7 @@ from understudy import __version__
 from understudy.config import parse_recipe
 from understudy.config.recipe import stored
 from understudy.observability.metrics import read_metrics, without_clock
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir, read_whole
 from understudy.planning.objective import describe
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.checkpoints.export import export
@@ -25,7 +25,7 @@ def export_run(
 
     `averaged`: its running average (`trainer.ema_decay`). `adapter`: only its LoRA adapter."""
     run = RunDir.open(run_path)
-    recipe = parse_recipe(stored(read_json(run.recipe)))
+    recipe = parse_recipe(stored(read_whole(run.recipe)))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
     # The average is stored with the optimizer's state.
     checkpoint = store.load(best_step(store) if best else None, optimizer=averaged)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from understudy.cli.main import main
 from understudy.errors import RunDirectoryError
 from understudy.observability.metrics import MetricsWriter, cut_back, read_metrics, without_clock
 from understudy.observability.redact import HIDDEN, redact, redact_text
@@ -24,6 +25,17 @@ def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     assert RunDir.open(first.path).path == first.path
     with pytest.raises(RunDirectoryError, match="no run directory"):
         RunDir.open(second.path)
+
+
+@pytest.mark.parametrize("command", [["resume"], ["eval"], ["export"]])
+def test_a_damaged_recipe_is_told_in_one_line(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.json").write_text('{"student": {"mod')
+    out = [str(tmp_path / "out")] if command == ["export"] else []
+    assert main([*command, str(tmp_path), *out]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"error: {tmp_path / 'recipe.json'} is damaged (Unterminated string" in said, said
 
 
 def test_the_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
