@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # Tests start hundreds of processes. Each would compile the package anew where the caller's environment forbids bytecode files.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: docs quickstart test lint types test-slow test-faults nemesis simulate soak test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-kernels test-faults nemesis simulate soak test-gpu test-vllm test-ray test-loggers test-harness test-typed test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -25,6 +25,10 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+# The Triton kernels in their interpreter, over a minute of one core; CI runs it after `make test`.
+test-kernels: $(VENV)/.installed-dev
+	$(PYTEST) -m kernels --timeout 600
 
 # Minutes each: long kill and resume trials, larger models.
 test-slow: $(VENV)/.installed-dev

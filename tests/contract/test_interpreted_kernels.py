@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the triton package is not installed")
 @pytest.mark.timeout(600)
 def test_kernels_under_the_interpreter() -> None:
