@@ -154,7 +154,7 @@ def draw(table: Table, runs: Runs, picture: Path) -> None:
     wanted = [(group, "accuracy") for group in drawn]
     wanted += [(group, quantity) for group, quantity in DETAIL if group in drawn]
     figure, axes = plt.subplots(
-        (len(wanted) + 1) // 2, 2, figsize=(11, 3.1 * ((len(wanted) + 1) // 2)), squeeze=False
+        (len(wanted) + 1) // 2, 2, figsize=(11, 3.9 * ((len(wanted) + 1) // 2)), squeeze=False
     )
     for panel in axes.flat[len(wanted) :]:
         panel.set_visible(False)
@@ -170,7 +170,7 @@ def draw(table: Table, runs: Runs, picture: Path) -> None:
         panel.set_title(f"{group}: {table.questions[group]}", loc="left", fontsize=10)
         panel.set(xlabel="steps", ylabel=LABELS[quantity], ylim=(0, None))
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+        panel.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
