@@ -28,7 +28,7 @@ types: $(VENV)/.installed-dev
 
 # The Triton kernels in their interpreter, over a minute of one core; CI runs it after `make test`.
 test-kernels: $(VENV)/.installed-dev
-	$(PYTEST) -m kernels --timeout 600
+	$(PYTEST) -m kernels --timeout 600 tests/contract/test_interpreted_kernels.py
 
 # Minutes each: long kill and resume trials, larger models.
 test-slow: $(VENV)/.installed-dev
