@@ -231,6 +231,15 @@ class GenerationTag(Extension):
         return caller()
 
 
+def whole_texts(model: ModelFolder) -> Tokenizer:
+    """Its tokenizer without the truncation and padding that trainers leave in tokenizer.json: transformers, by which a
+    run tokenizes, applies them only where asked."""
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def prompt_length(
     student: ModelFolder,
     recipe: Recipe,
@@ -243,7 +252,7 @@ def prompt_length(
     `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
     for. `owner`: the model whose folder it is, for errors. `own_template`: a teacher with another tokenizer,
     which does without the recipe's `chat_template`."""
-    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
+    tokenizer = whole_texts(student)
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
