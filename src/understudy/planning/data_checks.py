@@ -29,7 +29,7 @@ from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.rollout.template_bounds import BoundedEnvironment
 from understudy.rollout.template_date import NOW, on_day, strftime_now
 from understudy.rollout.template_deadline import within
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, teacher_key_of
 
 _SHOWN = 3
 
@@ -124,10 +124,9 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
     column, mixture = recipe.data.teacher_key, recipe.data.mixture_key
     first: dict[str | None, int] = {}
     for number, row in enumerate(dataset.rows):
-        value = row.get(column)
-        unclaimed = row.get(mixture) is None and not (isinstance(value, str) and value in keys)
-        if unclaimed and not (sole and not value):
-            first.setdefault(None if value is None else str(value), number)
+        value = teacher_key_of(row.get(column))
+        if row.get(mixture) is None and value not in keys and not (sole and not value):
+            first.setdefault(value, number)
     problems = []
     for value in sorted(first, key=str):
         guess = nearest(str(value), [str(key) for key in keys])

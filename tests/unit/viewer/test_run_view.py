@@ -286,6 +286,30 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     assert output.index("its last report, of ") < output.index("1 replica healthy")
 
 
+def test_a_run_that_was_killed_while_it_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    run.recipe.write_text("{}")
+    for state, told in (
+        (None, "unknown; it has not begun to train"),
+        (
+            {"status": "running", "pid": gone.pid},
+            "its process is gone; continue with `understudy resume`; it has not",
+        ),
+        ({"status": "running", "pid": os.getpid()}, "running; it has not begun to train"),
+        ({"status": "running", "pid": gone.pid, "host": "another"}, "running; it has not begun to train"),
+        ({"status": "failed", "pid": gone.pid, "detail": "why"}, "failed; it has not begun to train: why"),
+    ):
+        if state is not None:
+            run.state.write_text(json.dumps(state))
+        assert main(["doctor", str(run.path)]) == 0
+        assert told in capsys.readouterr().out
+    run.state.write_text("{")
+    assert main(["doctor", str(run.path)]) == 2
+    assert "state.json is damaged" in capsys.readouterr().err
+
+
 def test_one_look_can_read_everything(tmp_path: Path) -> None:
     """As the report of a long run does: each look goes through all files of rows."""
     run = recorded_run(tmp_path / "run")
