@@ -12,7 +12,8 @@ from typing import Any
 
 from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.config.messages.unknown_keys import unknown_key
-from understudy.config.recipe import apply_overrides, resolve_paths
+from understudy.config.paths import resolve_paths
+from understudy.config.recipe import apply_overrides
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json

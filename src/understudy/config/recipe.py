@@ -8,11 +8,10 @@ All problems are collected before any is reported, so a user can fix a recipe in
 from __future__ import annotations
 
 import copy
-import glob
 import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from understudy.config.checks.cluster import cluster_problems
 from understudy.config.checks.fully_async import async_problems
 from understudy.config.checks.idle_keys import idle_problems
 from understudy.config.checks.objective import objective_problems
-from understudy.config.checks.self_teachers import STUDENT, self_teacher_problems, with_self_teachers
+from understudy.config.checks.self_teachers import self_teacher_problems, with_self_teachers
 from understudy.config.messages.explain import Finding, explain
 from understudy.config.messages.keys import KeyType, walk
 from understudy.config.messages.synonyms import REMOVED
-from understudy.config.model_paths import resolved_model
 from understudy.config.models import TeacherConfig
+from understudy.config.paths import resolve_paths
 from understudy.config.tables import RecipeTables
 from understudy.errors import ConfigError
 
@@ -145,7 +144,7 @@ def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """
     # A missing section is treated as an empty one: each missing key is reported by name, once.
     needed: dict[str, Any] = {name: {} for name, field in Recipe.model_fields.items() if field.is_required()}
-    current: dict[str, Any] = needed | _floats(table)
+    current: dict[str, Any] = needed | _floats(_days_as_text(table))
     problems: list[str] = []
     for _ in range(4):
         try:
@@ -248,52 +247,13 @@ def _parts(name: str, shown: str) -> list[str]:
     return parts
 
 
-def resolve_paths(table: dict[str, Any], base: Path) -> None:
-    """Model folders and data files in a recipe are first looked up relative to the recipe."""
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, str) and value and not Path(value).is_absolute() and (base / value).exists():
-            return str((base / value).resolve())
-        return value
-
-    run = table.setdefault("run", {})
-    if isinstance(run, dict) and isinstance(own := run.get("python_path", ["."]), list):
-        run["python_path"] = [str((base / one).resolve()) if isinstance(one, str) else one for one in own]
-    models = [table.get(role) for role in ("student", "critic", "reference")]
-    models += _tables(table.get("teachers"))
-    for section in models:
-        if not isinstance(section, dict) or not isinstance(section.get("model"), str):
-            continue
-        if section is not table.get("student") and section["model"] == STUDENT:
-            continue
-        # The model name of an external server need not be a folder here.
-        find = resolved if section.get("placement") == "external" else partial(resolved_model, base=base)
-        section["model"] = find(section["model"])
-    data = table.get("data")
-    if isinstance(data, dict):
-        for key in ("train", "eval"):
-            if isinstance(data.get(key), str | list):
-                given = data[key] if isinstance(data[key], list) else [data[key]]
-                data[key] = [one for entry in given for one in _data_files(entry, base)]
-
-
-def _data_files(entry: Any, base: Path) -> list[Any]:
-    """A file relative to the recipe, or the files there that a glob matches, in alphabetical order; anything
-    else is unchanged. The recipe in a run directory names the files the run began with: a file added to the
-    folder later does not change it."""
-    if not isinstance(entry, str) or not entry.strip():  # an empty name is no name of the recipe's folder
-        return [entry]
-    place = base / entry
-    if place.exists():
-        return [str(place.resolve())]
-    if glob.has_magic(entry) and (found := glob.glob(str(place), recursive=True)):
-        return [str(Path(one).resolve()) for one in sorted(found)]
-    # In a folder beside the recipe: a mistyped path rather than a name on the hub.
-    return [str(place)] if len(Path(entry).parts) > 1 and (base / Path(entry).parts[0]).is_dir() else [entry]
-
-
-def _tables(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else []
+def _days_as_text(value: Any) -> Any:
+    """TOML's dates and times as text: recipe.json has none, and `template_date = 2026-11-19` is easily written."""
+    if isinstance(value, Mapping):
+        return {name: _days_as_text(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_days_as_text(one) for one in value]
+    return value.isoformat() if isinstance(value, date | time) else value
 
 
 def _floats(table: Any, model: Any = Recipe) -> Any:

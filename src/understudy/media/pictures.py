@@ -195,6 +195,16 @@ def _of_text(value: str, folder: Path | None) -> str:
     return str(path if path.is_absolute() or folder is None else (folder / path).absolute())
 
 
+def source_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a content part names as its picture. Columnar formats give it the `text` of text parts too; one with an `index`
+    alone stands for one of the row's images."""
+    return {
+        name: value
+        for name, value in part.items()
+        if name not in ("type", "text", "index") and value is not None
+    }
+
+
 def portable_row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The row with its pictures as absolute paths and data URLs, which JSON can hold."""
     changed = dict(row)
@@ -224,8 +234,8 @@ def _portable_message(message: Any, folder: Path) -> Any:
     def portable(part: Any) -> Any:
         if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
             return part
-        given = {name: value for name, value in part.items() if name != "type" and value is not None}
-        return {"type": "image", "image": _portable(given, folder)} if given else {"type": "image"}
+        given = source_of(part)
+        return {"type": "image", "image": _portable(given, folder)} if given else part
 
     return {**message, "content": [portable(part) for part in content]}
 

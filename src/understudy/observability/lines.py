@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ MOST_LINE = 64 << 20
 class GrowingFile:
     """`for offset, line in file.new_lines()`. Starts again when the file was replaced or cut (a resume)."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, forget: Callable[[], object] = lambda: None) -> None:
+        """`forget` is called before the file is read from its start again: the reader drops what it has read before. The
+        file may be empty then, and stay so for a while."""
+        self.path, self._forget = path, forget
         self.place = 0
-        self.restarted = False
-        """Whether the last read began at the start of the file again: the reader must drop what it has read before."""
         self._inode = 0
 
     def new_lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:
         """At most about `most` bytes of lines; a last line without its end waits for the next look."""
-        self.restarted = False
         try:
             handle = self.path.open("rb")
         except OSError:
@@ -34,7 +33,8 @@ class GrowingFile:
         with handle:
             found = os.fstat(handle.fileno())
             if self._inode and (found.st_ino != self._inode or found.st_size < self.place):
-                self.place, self.restarted = 0, True
+                self.place = 0
+                self._forget()
             self._inode = found.st_ino
             handle.seek(self.place)
             rest, end = b"", self.place + most

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from understudy.errors import RunDirectoryError
-from understudy.observability.rundir import write_atomically
+from understudy.observability.rundir import read_whole, write_atomically
 from understudy.observability.spans import OpenSpan, Spans
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _write(
 
 def read_waits(path: Path) -> tuple[dict[str, Any], list[Wait]]:
     """What `watched` wrote last."""
-    entry = json.loads(path.read_text())
+    entry = read_whole(path)
     return entry, [Wait(**wait) for wait in entry["waiting"]]
 
 

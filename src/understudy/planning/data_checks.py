@@ -29,7 +29,7 @@ from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.rollout.template_bounds import BoundedEnvironment
 from understudy.rollout.template_date import NOW, on_day, strftime_now
 from understudy.rollout.template_deadline import within
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, teacher_key_of
 
 _SHOWN = 3
 
@@ -124,10 +124,9 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
     column, mixture = recipe.data.teacher_key, recipe.data.mixture_key
     first: dict[str | None, int] = {}
     for number, row in enumerate(dataset.rows):
-        value = row.get(column)
-        unclaimed = row.get(mixture) is None and not (isinstance(value, str) and value in keys)
-        if unclaimed and not (sole and not value):
-            first.setdefault(None if value is None else str(value), number)
+        value = teacher_key_of(row.get(column))
+        if row.get(mixture) is None and value not in keys and not (sole and not value):
+            first.setdefault(value, number)
     problems = []
     for value in sorted(first, key=str):
         guess = nearest(str(value), [str(key) for key in keys])
@@ -231,6 +230,15 @@ class GenerationTag(Extension):
         return caller()
 
 
+def whole_texts(model: ModelFolder) -> Tokenizer:
+    """Its tokenizer without the truncation and padding that trainers leave in tokenizer.json: transformers, by which a
+    run tokenizes, applies them only where asked."""
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def prompt_length(
     student: ModelFolder,
     recipe: Recipe,
@@ -243,7 +251,7 @@ def prompt_length(
     `schemas` gives the tools that the row's agent loop shows to the student; `lacked` are the ids to look
     for. `owner`: the model whose folder it is, for errors. `own_template`: a teacher with another tokenizer,
     which does without the recipe's `chat_template`."""
-    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
+    tokenizer = whole_texts(student)
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from understudy.config import Recipe
 from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
 from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
+from understudy.planning.data_checks import whole_texts
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.resolved import workers_write_rows
 from understudy.planning.teacher_checks import Measure, Measured, scores_row
@@ -95,7 +94,7 @@ def with_picture_tokens(measure: Measure, recipe: Recipe, student: ModelFolder) 
     if _family(student) not in FAMILIES:
         return measure
     sizes = PictureSizes(MediaStore(Path()), _limits(recipe))
-    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
+    tokenizer = whole_texts(student)
     processor = cache(lambda: PictureProcessor.load(str(student.path)))
 
     @cache

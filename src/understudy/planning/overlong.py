@@ -100,19 +100,22 @@ def settle_overlong(
         )
     limits = {number: overlong.limits.of(dataset.rows[number]) for number in over}
     least = min(one for one in limits.values() if one is not None)
-    cut, dropped = [], sorted(over)
+    cut: list[int] = []
+    dropped = sorted(over)
     if overlong.rule == "truncate_left":
         if least < 1:
             raise DataError(f"{what}; rollout.max_new_tokens leaves no room for a prompt; lower it")
         # A prompt with pictures is never cut: it would lose a part of one.
         cut = [number for number in dropped if not picture_sources(dataset.rows[number])]
-        dropped = [number for number in dropped if number not in cut]
-        dataset = dataset.cut_to([limits[n] if n in cut else None for n in range(len(dataset))])
+        own = {number: limits[number] for number in cut}
+        dropped = [number for number in dropped if number not in own]
+        dataset = dataset.cut_to([own.get(number) for number in range(len(dataset))])
     long = f"have more than {least} tokens"
     if least != overlong.limits.student:
         rooms = ", ".join(f"{name} {max(room, 0)}" for name, room in overlong.limits.teachers.items())
         long += f" (room that teachers leave for prompts: {rooms})"
-    kept = dataset.only([number for number in range(len(dataset)) if number not in dropped])
+    gone = set(dropped)
+    kept = dataset.only([number for number in range(len(dataset)) if number not in gone])
     if not len(kept):
         raise DataError(
             f"{overlong.role}: {len(dropped)} of {len(dataset)} prompts {long}: data.overlong = 'drop' leaves no row; raise the limit"

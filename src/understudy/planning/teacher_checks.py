@@ -18,6 +18,7 @@ from understudy.planning.resolved import workers_write_rows
 from understudy.planning.seating import ROLLOUT
 from understudy.rollout.dataset import COMPLETION, Dataset, answer_text
 from understudy.rollout.teacher_prompts import TeacherPrompt
+from understudy.types.prompt import teacher_key_of
 
 Row = Mapping[str, Any]
 
@@ -308,7 +309,7 @@ def scores_row(data: DataConfig, teachers: Mapping[str, TeacherConfig], name: st
         return bool(weights.get(name))
     if len(teachers) == 1:
         return True
-    value = row.get(data.teacher_key)
+    value = teacher_key_of(row.get(data.teacher_key))
     keys = {teacher.key for teacher in teachers.values()}
     return value == teachers[name].key or (name == data.default_teacher and value not in keys)
 

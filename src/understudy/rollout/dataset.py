@@ -310,7 +310,10 @@ def checked_messages(
     list of parts. `images`: the row's own column, whose pictures stand where the messages say, or before the
     first user message. Paths are relative to `folder`. `column`: where they come from, for errors."""
     if not isinstance(messages, Sequence):
-        raise DataError(f"{place}: {column} is a {type(messages).__name__}; expected a list of messages")
+        text = "text or " if column == "prompt" else ""
+        raise DataError(
+            f"{place}: {column} is a {type(messages).__name__}; expected {text}a list of messages"
+        )
     plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -3,7 +3,7 @@
 | shape                                                          | seen in                 |
 |----------------------------------------------------------------|-------------------------|
 | `images` column, `<image>` in a text message                   | verl, TRL               |
-| `images` column, parts `{"type": "image"}`                     | Hugging Face            |
+| `images` column, parts `{"type": "image"}`, perhaps with `index` | Hugging Face            |
 | `images` column, neither: before the first user message        | TRL                     |
 | part `{"type": "image", "image" or "url" or "path": …}`         | Hugging Face            |
 | part `{"type": "image_url", "image_url": {"url": "data:…"}}`    | OpenAI                  |
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import DataError
-from understudy.media.pictures import PictureError, as_source
+from understudy.media.pictures import PictureError, as_source, source_of
 
 IMAGES = ("images", "image")
 NOT_READ = ("videos", "video", "audios", "audio")
@@ -46,13 +46,22 @@ def part_of(place: str, part: Any, folder: Path | None) -> Part:
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if kind in ("image", "image_url"):
-        given = {name: value for name, value in part.items() if name != "type" and value is not None}
-        return _picture(given, folder) if given else {"type": "image"}
+        given = source_of(part)
+        return _picture(given, folder) if given else {"type": "image", **_index(place, part)}
     if kind in ("video", "video_url", "audio", "audio_url", "input_audio"):
         raise DataError(f"{place} is of type {kind!r}; only text and images are read")
     raise DataError(
         f'{place} is of type {kind!r}; expected {{"type": "text", "text": "…"}} or {{"type": "image", "image": "path"}}'
     )
+
+
+def _index(place: str, part: Mapping[str, Any]) -> dict[str, int]:
+    number = part.get("index")
+    if number is not None and not (type(number) is int and number >= 0):
+        raise DataError(
+            f"{place} has index = {number!r}; expected the number of one of the row's images, from 0"
+        )
+    return {} if number is None else {"index": number}
 
 
 def _picture(given: Any, folder: Path | None) -> dict[str, Any]:
@@ -69,12 +78,7 @@ def merged(parts: Sequence[Part]) -> list[dict[str, Any]]:
 def with_images(place: str, messages: list[Any], images: Sequence[Any], folder: Path | None) -> list[Any]:
     """The messages with the pictures of the row's `images` column at their places."""
     left = [_picture(image, folder) for image in images]
-    empty = [
-        part
-        for message in messages
-        for part in _parts(message)
-        if part.get("type") == "image" and len(part) == 1
-    ]
+    empty = [part for message in messages for part in _parts(message) if _is_empty(part)]
     if not left and not empty:
         return messages
     marks = sum(message["content"].count(_MARKER) for message in messages if _is_asked(message))
@@ -86,8 +90,15 @@ def with_images(place: str, messages: list[Any], images: Sequence[Any], folder: 
         )
     coming = iter(left)
     if empty:
+        named = [part["index"] for part in empty if "index" in part]
+        if named:  # each of them once, in any order
+            if sorted(named) != list(range(len(left))):
+                raise DataError(
+                    f"{place} has {len(left)} image(s), and the parts of type image name {named} (`index`); expected each once"
+                )
+            coming = (left[number] for number in named)
         return [
-            {**message, "content": [next(coming) if len(part) == 1 else part for part in _parts(message)]}
+            {**message, "content": [next(coming) if _is_empty(part) else part for part in _parts(message)]}
             if _parts(message)
             else message
             for message in messages
@@ -100,6 +111,11 @@ def with_images(place: str, messages: list[Any], images: Sequence[Any], folder: 
     asked = messages[first]
     own = _parts(asked) or [{"type": "text", "text": asked["content"]}]
     return [*messages[:first], {**asked, "content": [*left, *own]}, *messages[first + 1 :]]
+
+
+def _is_empty(part: Mapping[str, Any]) -> bool:
+    """Whether it stands for one of the row's images."""
+    return part.get("type") == "image" and not {"image", "error"} & part.keys()
 
 
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from understudy.config import CriticConfig, Recipe, TrainerConfig, parse_recipe
 from understudy.config.base import flatten
+from understudy.config.paths import resolve_run_paths
 from understudy.config.recipe import Overrides, apply_overrides, stored
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN, redact
@@ -159,6 +161,7 @@ def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Chan
     before = parse_recipe(table)
     if overrides:
         apply_overrides(table, overrides)
+        resolve_run_paths(table, Path.cwd())
     run.check_restored(table)
     if not overrides:
         return before, []

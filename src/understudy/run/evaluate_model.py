@@ -72,6 +72,7 @@ async def evaluate_model(
     subject = _Subject.of(model)
     settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k)
     view = view or LiveView(0, enabled=False)
+    dataset = load_dataset(settings.source, settings.place)  # before the model, which may take minutes
     async with AsyncExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="understudy-eval-"))
         media = MediaStore(subject.run.media if subject.run else scratch)
@@ -82,7 +83,7 @@ async def evaluate_model(
                 f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a problem: {subject.name} holds "
                 f"{renderer.context} tokens; lower it (from Python: max_new_tokens)"
             )
-        problems = _problems(subject, settings, student, media, view)
+        problems = _problems(subject, settings, dataset.storing(Pictures(media)), student, view)
         prompts = eval_prompts(problems, samples)
         evaluator = _evaluator(subject, settings, student, renderer, prompts, stack)
         count = len(prompts) * (1 + settings.k)
@@ -189,17 +190,16 @@ def _renderer(subject: _Subject, settings: _Settings, student: LoadedModel) -> R
 
 
 def _problems(
-    subject: _Subject, settings: _Settings, student: LoadedModel, media: MediaStore, view: LiveView
+    subject: _Subject, settings: _Settings, problems: Dataset, student: LoadedModel, view: LiveView
 ) -> Dataset:
     """The problems to answer; those that are too long are handled as the run's `data.overlong` says."""
-    problems = load_dataset(settings.source, settings.place).storing(Pictures(media))
     if subject.data is None:
         return problems
     problems, notes = without_overlong(
         subject.data,
         settings.rollout,
         problems,
-        "data.eval",
+        settings.place,
         student.tokenizer,
         prompt_limits(subject.data, settings.rollout, student.context),
         student.pictures.processor if student.pictures is not None else None,

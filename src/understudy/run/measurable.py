@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def check_counts(samples: int | None, k: int | None, max_new_tokens: int | None)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def check_answers(path: Path | None) -> None:
+    """Raises for a file that answers could not be written to once they are made."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--answers {path} is a folder; name a file")
+    folder = path.absolute().parent
+    if not os.access(folder, os.W_OK):
+        why = "cannot be written to" if folder.is_dir() else "does not exist"
+        raise ConfigError(f"--answers {path}: the folder {folder} {why}; make it, or name another file")

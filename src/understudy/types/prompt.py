@@ -34,6 +34,18 @@ class Prompt:
     """Of a prompt that is cut to what its teacher holds: the tokens that are left; None: the run's limit."""
 
 
+def teacher_key_of(value: Any) -> str | None:
+    """A row's routing value as teachers' keys are written, which are texts.
+
+    >>> [teacher_key_of(value) for value in ("math", 7, 7.0, None)]
+    ['math', '7', '7', None]
+    """
+    if value is None or isinstance(value, str):
+        return value
+    # A column of whole numbers of which one is missing is one of floats in pandas.
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def row_key(prompt_key: str, session: int, index: int = 0) -> str:
     """The key of one trained row: prompt instance, session number, output number within the session."""
     return f"{prompt_key}_{session}_{index}"

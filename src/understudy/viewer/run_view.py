@@ -49,7 +49,7 @@ class RunView:
         """`journal` False: without rows in flight."""
         self.run = run
         self._lock = threading.RLock()
-        self._metrics = GrowingFile(run.metrics)
+        self._metrics = GrowingFile(run.metrics, self._forget_metrics)
         self._history = History()
         self._lines: list[dict[str, Any]] = []
         """Lines with held-out accuracies, for the table."""
@@ -57,7 +57,8 @@ class RunView:
         self._rows = RowTable()
         self._files: dict[Path, tuple[int, int]] = {}
         """Dumps and kept rows that were read: (size, time of change)."""
-        self._samples = GrowingFile(run.samples)
+        self._samples = GrowingFile(run.samples, self._forget_samples)
+        self._forget_samples()
         self._reads_journal, self._journal = journal, JournalRows(run.dataplane)
         self._journal_state: tuple[float, int] = (0.0, 0)
         self._text: TokenText | None = None
@@ -101,8 +102,13 @@ class RunView:
         status = self.status()
         commands = {}
         if any(self.run.checkpoints.glob("step-*")):
-            commands["evaluate"] = f"understudy eval {path} --best"
-            commands["export"] = f"understudy export {path} my-student --best"
+            data, best = (
+                recipe.get("data") or {},
+                " --best" if (self.run.checkpoints / "best").is_file() else "",
+            )
+            if data.get("eval") and data.get("reward"):
+                commands["evaluate"] = f"understudy eval {path}{best}"
+            commands["export"] = f"understudy export {path} my-student{best}"
         if status in ("stopped", "killed", "failed"):
             commands = {"resume": f"understudy resume {path}", **commands}
         return {
@@ -138,9 +144,7 @@ class RunView:
 
     def _look_metrics(self, piece: int) -> bool:
         before = self._metrics.place
-        for offset, text in self._metrics.new_lines(piece):
-            if self._metrics.restarted and offset == 0:
-                self._history, self._lines = History(), []
+        for _, text in self._metrics.new_lines(piece):
             line = record(text)
             if line is not None:
                 self._history.add(line)
@@ -150,19 +154,21 @@ class RunView:
                     )
         return self._metrics.place - before >= piece
 
+    def _forget_metrics(self) -> None:
+        self._history, self._lines = History(), []
+
+    def _forget_samples(self) -> None:
+        self._held_out = Chunk("held-out", 0, self.run.samples)
+        self._rows.replace(self._held_out)
+
     def _look_samples(self, piece: int) -> bool:
-        before, chunk = self._samples.place, self._rows.chunks.get(("held-out", 0))
-        if chunk is None:
-            self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
+        before = self._samples.place
         for offset, text in self._samples.new_lines(piece):
-            if self._samples.restarted and offset == 0:
-                self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
             line = record(text)
             if line is not None:
                 who = line.get("model", "student")
-                self._rows.add(
-                    chunk, {**line, "teacher": "" if who == "student" else who}, (offset, len(text))
-                )
+                shown = {**line, "teacher": "" if who == "student" else who}
+                self._rows.add(self._held_out, shown, (offset, len(text)))
         if self._samples.place != before:
             self._rows.touched()
         return self._samples.place - before >= piece

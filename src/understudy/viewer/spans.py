@@ -35,7 +35,7 @@ def _of_rows(lane: str) -> bool:
 
 class SpanIndex:
     def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
+        self._file = GrowingFile(path, self._forget)
         self._forget()
 
     def _forget(self) -> None:
@@ -49,8 +49,6 @@ class SpanIndex:
         """Reads on; whether there may be more."""
         before = self._file.place
         for offset, line in self._file.new_lines(most):
-            if self._file.restarted and offset == 0:
-                self._forget()
             span = record(line)
             if span is None or not isinstance(span.get("name"), str):
                 continue

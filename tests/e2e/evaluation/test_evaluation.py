@@ -159,7 +159,8 @@ def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Pa
     code, output = call_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
                             "--reward", "understudy.rollout.rewards.builtin:exact_match")  # fmt: skip
     assert code == 2 and "--best chooses among the checkpoints of a run" in output
-    assert run.exists()
+    code, output = call_cli("eval", str(run), "--data", str(place / "none.jsonl"))
+    assert code == 2 and "error: --data: dataset" in output and "loading" not in output, output
 
 
 @pytest.mark.slow

@@ -67,6 +67,43 @@ def test_a_run_over_files_with_long_rows_is_the_run_over_the_rest(recipe: Make, 
         asyncio.run(resume(first.dir, ["trainer.passes=2"], progress=False))
 
 
+def test_rows_with_numbers_go_to_their_teachers(recipe: Make, tmp_path: Path) -> None:
+    """Keys are texts. A number that matched none would go to the default teacher without a word."""
+    rows = [{**row, "level": 1 if row["data_source"] == "add" else 2} for row in ROWS[:8]]
+    keys = {"data__teacher_key": "level", "teachers__add__key": "1", "teachers__sort__key": "2"}
+    more = {"data__default_teacher": "add", "trainer__steps": 1, "trainer__batch_size": 8, **keys}
+    train = write(tmp_path / "numbered.jsonl", rows)
+    run = understudy.train(recipe("numbered", data__train=train, **more), progress=False)
+    assert 0 < run.last["teacher/sort/rows"] == sum(row["level"] == 2 for row in rows) < len(rows)
+
+
+def test_a_run_of_relative_names_is_taken_up_from_another_folder(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not beside the recipe was found where the command ran, and has to be found again from anywhere."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "student").symlink_to(ASSETS / "models" / "student")
+    write(here / "rows.jsonl", ROWS)
+    (tmp_path / "recipes").mkdir()
+    table = recipe(trainer__steps=1, trainer__batch_size=4, data__train="rows.jsonl", data__eval="rows.jsonl")
+    table["student"]["model"], table["run"]["dir"] = "student", "out"
+    path = write_toml(tmp_path / "recipes" / "recipe.toml", table)
+    monkeypatch.chdir(here)
+    code, output = call_cli("train", str(path), "--quiet", "trainer.eval_samples=2")
+    assert code == 0, output
+    monkeypatch.chdir(tmp_path / "recipes")
+    for words in (
+        ("resume", "../here/out", "--quiet", "trainer.steps=2", "run.python_path=['code']"),
+        ("eval", "../here/out", "--samples", "2"),
+        ("export", "../here/out", "exported"),
+    ):
+        code, output = call_cli(*words)
+        assert code == 0, output
+    stored = json.loads((here / "out" / "recipe.json").read_text())
+    assert stored["run"]["python_path"] == [str(tmp_path / "recipes" / "code")]
+
+
 @pytest.mark.timeout(120)
 def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path) -> None:
     rows = [

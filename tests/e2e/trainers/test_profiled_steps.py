@@ -30,7 +30,14 @@ def test_a_profiled_step_has_the_operators_of_all_threads(recipe: Make, mode: st
     assert [without_clock(line) for line in run.metrics] == [without_clock(line) for line in plain.metrics]
 
 
-def test_steps_that_are_none(recipe: Make, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("three", "'three': expected steps such as 3, 3-5 or 3,8"),
+        ("1,5-3", "'1,5-3': 5 comes after 3; expected steps such as 3-5"),
+    ],
+)
+def test_steps_that_are_none(capsys: pytest.CaptureFixture[str], word: str, told: str) -> None:
     with pytest.raises(SystemExit):
-        main(["train", "recipe.toml", "--profile", "three"])
-    assert "'three': expected steps such as 3, 3-5 or 3,8" in capsys.readouterr().err
+        main(["train", "recipe.toml", "--profile", word])
+    assert told in capsys.readouterr().err

@@ -51,6 +51,24 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     assert check([{"messages": CHAT, "agent_name": "single_turn_agent"}])[0] == 0
 
 
+def test_teachers_of_rows_with_numbers(check: Check) -> None:
+    """A column of whole numbers, of which pandas makes floats where one is missing; keys are texts."""
+    more = [
+        f"teachers.sort.model={ASSETS}/models/teacher-sort",
+        "teachers.sort.key='2'",
+        "teachers.add.key='1'",
+    ]
+    keys = ["data.teacher_key=level", *more]
+    rows = [{"messages": CHAT, "level": 1}, {"messages": CHAT, "level": 2.0}]
+    assert check(rows, *keys)[0] == 0
+    code, output = check([*rows, {"messages": CHAT, "level": 3}], *keys)
+    assert code == 2 and "rows with level = '3' have no teacher; teachers take ['1', '2']" in output
+    # Prompts are measured for the teacher that scores them: no row goes to the default one unseen.
+    short = ["data.default_teacher=add", "teachers.add.context_length=12"]
+    assert check([{"messages": CHAT, "level": 2}], *keys, *short)[0] == 0
+    assert "teachers.add holds 12 tokens" in check([{"messages": CHAT, "level": 1}], *keys, *short)[1]
+
+
 def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> None:
     rows = [{"messages": CHAT, "agent": "tool"}]
     tools = 'rollout.agent_options.tool.tools=["calculator"]'

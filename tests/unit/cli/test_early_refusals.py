@@ -16,6 +16,7 @@ for words in json.loads(sys.argv[1]):
 """
 OWN = "a run that has none"
 TRAINED = "a run of 6 steps"
+MEASURED = "a run with held-out problems"
 CASES = [
     (["eval", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder; give the folder that a run"),
     (["export", "runs/nothere", "out"], "error: runs/nothere is no run directory: there is no such folder"),
@@ -24,6 +25,8 @@ CASES = [
     (["replay", OWN], f"error: {OWN}: no step was refused"),
     (["eval", OWN, "--data", "rows.jsonl"], "nothing to measure with: give --reward module:function (from Python"),
     (["resume", TRAINED, "trainer.steps=3"], f"error: trainer.steps = 3: {TRAINED} has taken 6 steps already; steps are counted"),
+    (["eval", MEASURED, "--answers", "lost/a.jsonl"], "/lost does not exist; make it, or name another file"),
+    (["eval", MEASURED, "--answers", "models"], "error: --answers models is a folder; name a file"),
     (["eval", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
     (["eval", "models/last"], "give --data FILE and --reward module:function (from Python: data, reward); models/last is no run"),
     (["eval", "models/last", "--best"], "--best chooses among the checkpoints of a run, and models/last is none"),
@@ -42,6 +45,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / OWN).mkdir()
     (folder / OWN / "recipe.json").write_text(
         '{"data": {"eval": null, "reward": null}, "run": {"dir": null}}'
+    )
+    (folder / MEASURED).mkdir()
+    (folder / MEASURED / "recipe.json").write_text(
+        '{"data": {"eval": ["rows.jsonl"], "reward": "m:f"}, "run": {"dir": null}}'
     )
     (folder / TRAINED / "checkpoints" / "step-000006").mkdir(parents=True)
     table = {"student": {"model": "s"}, "teachers": {"one": {"model": "t"}}, "data": {"train": "rows.jsonl"}}

@@ -7,6 +7,7 @@ import pytest
 import understudy
 from understudy.cli.main import main
 from understudy.config import load_recipe
+from understudy.config.recipe import read_tables
 from understudy.errors import ConfigError
 
 RECIPE = """
@@ -92,7 +93,51 @@ def test_a_folder_beside_the_recipe_comes_before_one_where_the_command_runs(
     (elsewhere / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
     assert load_recipe(written(folder, "models/student")).student.model == str(folder / "models/student")
-    assert load_recipe(written(folder, "models/mine")).student.model == "models/mine"
+    assert load_recipe(written(folder, "models/mine")).student.model == str(elsewhere / "models/mine")
+
+
+def test_data_where_the_command_runs_is_found_from_elsewhere_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also if the recipe's folder has a folder of that name: a resume may come from any folder."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in (elsewhere / "data" / "mine.jsonl", folder / "data" / "other.jsonl"):
+        name.parent.mkdir()
+        name.write_text('{"prompt": "?"}\n')
+    monkeypatch.chdir(elsewhere)
+    path, mine = written(folder, "student"), str(elsewhere / "data" / "mine.jsonl")
+    assert load_recipe(path, ["data.train=data/mine.jsonl"]).data.train == [mine]
+    assert load_recipe(path, ["data.train=data/m*.jsonl"]).data.train == [mine]
+    missing = load_recipe(path, ["data.train=data/none.jsonl"])
+    assert missing.data.train == [str(folder / "data/none.jsonl")]
+
+
+def test_a_link_that_alone_says_what_the_file_is_keeps_its_name(folder: Path) -> None:
+    """The hub's cache and DVC link to files that are named by their hash."""
+    blob, other = folder / "blobs" / "4f1c", folder / "far.jsonl"
+    blob.parent.mkdir()
+    for file in (blob, other):
+        file.write_text('{"prompt": "?"}\n')
+    (folder / "linked.jsonl").symlink_to(blob)
+    (folder / "near.jsonl").symlink_to(other)
+    path = written(folder, "student")
+    for name in ("linked.jsonl", str(folder / "linked.jsonl"), "linked.*"):
+        assert load_recipe(path, [f"data.train={name}"]).data.train == [str(folder / "linked.jsonl")]
+    assert load_recipe(path, ["data.train=near.jsonl"]).data.train == [str(other)]
+
+
+def test_the_home_folder_in_every_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell does not expand it in `key=~/folder`, and a run directory called `~` is easily removed with all the rest."""
+    monkeypatch.setenv("HOME", str(folder))
+    path = written(folder / "models", "~/student", "~/models/student")
+    words = ["run.dir=~/runs/a", "run.python_path=['~/code', '.']", "data.train=~/rows.jsonl"]
+    recipe = load_recipe(path, words)
+    assert recipe.student.model == str(folder / "student")
+    assert recipe.teachers["t"].model == str(folder / "models/student")
+    assert recipe.data.train == [str(folder / "rows.jsonl")]
+    assert read_tables(path, ["rollout.snapshots=~/s"])["rollout"]["snapshots"] == f"{folder}/s"
+    assert recipe.run.dir == f"{folder}/runs/a"
+    assert recipe.run.python_path == [f"{folder}/code", f"{folder}/models"]
 
 
 def test_an_empty_name_is_not_the_recipes_own_folder(

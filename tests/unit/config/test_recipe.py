@@ -1,6 +1,8 @@
 """A recipe's problems are all told at once, each with the nearest right key or value."""
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from understudy.config import parse_recipe
 from understudy.config.recipe import apply_overrides, examine, load_recipe, read_tables
+from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.errors import ConfigError
 
 GOOD = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
@@ -40,6 +43,14 @@ def test_defaults_are_sound() -> None:
             "`loss.topk` = '8': expected a whole number of at least 1; write it without quotes",
         ),
         (changed(trainer={"steps": 0}), "`trainer.steps` = 0"),
+        (
+            changed(trainer={"steps": 1e3}),
+            "`trainer.steps` = 1000.0: expected a whole number of at least 1; write 1000",
+        ),
+        (
+            changed(run={"name": 5}),
+            '`run.name` = 5: expected a text; write it in quotes: "5", on a command line \'"5"\'',
+        ),
         (changed(trainer={"steps": True}), "`trainer.steps` = True"),
         (changed(teachers={"t": {"model": "m", "placement": "colocate"}}), "woke up with wrong weights"),
         (changed(teachers={"t": {"model": "m", "replicas": 0}}), "at least 1 replica"),
@@ -221,3 +232,13 @@ def test_two_lengths_are_refused_and_one_replaces_the_recipes(given: Any) -> Non
     table = changed(trainer={"steps": 5})
     apply_overrides(table, ["trainer.passes=2"])
     assert table["trainer"] == {"passes": 2}
+
+
+def test_days_without_quotes_are_text() -> None:
+    """TOML has dates of its own, and recipe.json has none."""
+    text = "template_date = 2025-07-26\n[template_options]\nday = 2025-07-26\nothers = [{at = 07:32:00}]"
+    recipe = parse_recipe(changed(rollout=tomllib.loads(text)))
+    assert recipe.rollout.template_date == "2025-07-26"
+    assert recipe.rollout.template_options == {"day": "2025-07-26", "others": [{"at": "07:32:00"}]}
+    assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+    assert parse_recipe(tomllib.loads(recipe_as_toml(as_tables(recipe)))) == recipe

@@ -48,6 +48,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one picture": {"messages": asked("<image>what?"), "image": "red.png"},
     "no place": {"messages": asked("what?"), "images": ["red.png"]},
     "empty part": {"messages": asked({"type": "image"}, TEXT), "images": ["red.png"]},
+    "numbered part": {
+        "messages": asked({"type": "image", "index": 0, "text": None}, {**TEXT, "index": None}),
+        "images": ["red.png"],
+    },
     "part with a path": {"messages": asked({"type": "image", "image": "red.png"}, TEXT)},
     "part with a url": {"messages": asked({"type": "image", "url": URL}, TEXT)},
     "part with base64": {"messages": asked({"type": "image", "base64": URL.partition(",")[2]}, TEXT)},
@@ -70,6 +74,20 @@ def test_every_shape_is_the_same_prompt(row: dict[str, Any], tmp_path: Path) -> 
     )
     assert store.get(hash_of(RED)) == RED
     assert "images" not in prompt.columns and "image" not in prompt.columns
+
+
+def test_numbered_parts_name_their_pictures(tmp_path: Path) -> None:
+    """As in llava's sets: `index` says which of the images a part is."""
+    for name, data in (("red", RED), ("blue", BLUE)):
+        (tmp_path / f"{name}.png").write_bytes(data)
+    numbered = [{"type": "image", "index": 1}, TEXT, {"type": "image", "index": 0}]
+    row = {"messages": asked(*numbered), "images": ["red.png", "blue.png"]}
+    prompt = prompt_of(row, MediaStore(tmp_path / "media"), tmp_path)
+    assert list(hashes_in(prompt.messages)) == [hash_of(BLUE), hash_of(RED)]
+    for index, message in ((0, r"name \[0, 0\] \(`index`\); expected each once"), ("a", "has index = 'a'")):
+        numbered[0] = {"type": "image", "index": index}
+        with pytest.raises(DataError, match=message):
+            prompt_of({**row, "messages": asked(*numbered)}, MediaStore(tmp_path / "media"), tmp_path)
 
 
 def test_pictures_given_as_objects_survive_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

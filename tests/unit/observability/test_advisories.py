@@ -82,7 +82,9 @@ TROUBLE: dict[str, RunFacts] = {
     "teacher_solves_nothing": facts(
         lambda step: {"val/teacher_accuracy/sort": 0.0, "val/accuracy/sort": 0.0}
     ),
-    "teacher_below_student": facts(lambda step: {"val/teacher_accuracy/sort": 0.5, "val/accuracy/sort": 0.6}),
+    "teacher_below_student": facts(
+        lambda step: {"val/teacher_accuracy/openai/gsm8k": 0.5, "val/accuracy/openai/gsm8k": 0.6}
+    ),
     "reward_is_constant": facts(lambda step: {"critic/score/mean": 0.0}),
     "no_parsable_result": facts(lambda step: {"rollout/reward/math/parsed": 0.2}),
     "groups_without_signal": facts(lambda step: {"rollout/filtered_prompts": 300.0}),

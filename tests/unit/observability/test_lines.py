@@ -24,11 +24,15 @@ def test_only_new_whole_lines_come(tmp_path: Path) -> None:
 def test_a_file_that_was_replaced_begins_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n3\n")
-    file = GrowingFile(path)
-    assert len(lines(file)) == 3 and not file.restarted
-    (tmp_path / "b").write_bytes(b"1\n2\n3\n4\n")
-    (tmp_path / "b").replace(path)
-    assert len(lines(file)) == 4 and file.restarted
+    dropped: list[int] = []
+    file = GrowingFile(path, lambda: dropped.append(1))
+    assert len(lines(file)) == 3 and not dropped
+    for content, times in ((b"1\n2\n3\n4\n", 1), (b"", 2)):
+        (tmp_path / "b").write_bytes(content)
+        (tmp_path / "b").replace(path)
+        assert len(lines(file)) == content.count(b"\n") and len(dropped) == times
+    path.write_bytes(b"1\n")
+    assert len(lines(file)) == 1 and len(dropped) == 2
 
 
 def test_a_piece_at_a_time(tmp_path: Path) -> None:

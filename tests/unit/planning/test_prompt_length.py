@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import chat_tokenizer
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config
 
 from understudy.assembly.teachers.prompts import teacher_prompts_of
@@ -51,6 +52,18 @@ def test_tools_with_marks_of_html_have_the_length_they_are_rendered_with(family:
     row = {"messages": [{"role": "user", "content": "is 1 < 2?"}], "tools": [TOOL]}
     measured, rendered = lengths(written(chat_tokenizer(family), tmp_path), row)
     assert measured == rendered
+
+
+@pytest.mark.parametrize("kind", ["truncation", "padding"])
+def test_what_a_trainer_left_in_the_tokenizer_does_not_count(kind: str, tmp_path: Path) -> None:
+    """Fine-tuning saves both in tokenizer.json; transformers applies them only where asked."""
+    folder = written(chat_tokenizer("chatml"), tmp_path)
+    whole = lengths(folder, {"messages": CHAT})
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(3) if kind == "truncation" else tokenizer.enable_padding(length=100)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    measured, rendered = lengths(folder, {"messages": CHAT})
+    assert measured == rendered == whole[0]
 
 
 GENERATION = (

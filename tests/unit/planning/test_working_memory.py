@@ -184,3 +184,6 @@ def test_plan_says_what_to_set(
     assert "GiB at most of 80.0" in capsys.readouterr().out
     assert main(["plan", *arguments, "--gpu-memory", "0.1"]) == 0
     assert "that is too much" in capsys.readouterr().out
+    for size in ("nan", "-1", "0"):
+        assert main(["plan", *arguments, "--gpu-memory", size]) == 2
+        assert f"--gpu-memory {size}: expected GiB of one GPU, above 0" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from understudy.cli.main import main
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
+from understudy.trainers.checkpoints import forget_after
 from understudy.viewer.recipe_diff import differences
 from understudy.viewer.run_view import NotFound, RunView
 
@@ -130,13 +131,6 @@ def test_a_resumed_run_has_a_second_launch(tmp_path: Path) -> None:
     assert len(found["launches"]) == 2 and found["end"] == pytest.approx(12.9 + 0.6)
 
 
-def test_commands_that_need_a_checkpoint_are_shown_once_there_is_one(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run")
-    assert not {"evaluate", "export"} & set(opened(run).summary()["commands"])
-    (run.checkpoints / "step-000002").mkdir(parents=True)
-    assert set(opened(run).summary()["commands"]) >= {"evaluate", "export"}
-
-
 def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     journalled(run)
@@ -176,6 +170,35 @@ def test_a_metrics_file_cut_by_a_resume_is_read_again(tmp_path: Path) -> None:
     os.replace(fresh, run.metrics)
     view.look()
     assert view.summary()["steps"] == 5 and len(view.curves(["actor/loss"], 100)["actor/loss"][0]) == 5
+
+
+def test_a_run_that_begins_anew_while_the_page_is_open(tmp_path: Path) -> None:
+    """Killed before its first checkpoint: a resume empties the files, and loads its models before it writes again."""
+    run = recorded_run(tmp_path / "run")
+    view = opened(run)
+    assert view.held_out()["answers"]
+    forget_after(run, None)
+    view.look()
+    assert view.summary()["steps"] == 0 and not view.curves(["actor/loss"], 100)
+    with run.metrics.open("a") as out:
+        out.write('{"step": 1, "actor/loss": 9.0}\n')
+    view.look()
+    assert view.curves(["actor/loss"], 100) == {"actor/loss": [[1], [9.0]]}
+    assert view.held_out() == {"table": [], "answers": []}
+
+
+def test_the_commands_offered_can_be_given(tmp_path: Path) -> None:
+    """A run without held-out problems has no best checkpoint and nothing to evaluate on."""
+    run = recorded_run(tmp_path / "run")
+    assert opened(run).summary()["commands"] == {}
+    (run.checkpoints / "step-000012").mkdir()
+    offered = opened(run).summary()["commands"]
+    assert offered == {"export": f"understudy export {run.path} my-student"}
+    run.recipe.write_text(json.dumps({"data": {"eval": ["e.jsonl"], "reward": "m:f"}}))
+    (run.checkpoints / "best").write_text("step-000012\n")
+    offered = opened(run).summary()["commands"]
+    assert offered["evaluate"] == f"understudy eval {run.path} --best"
+    assert offered["export"] == f"understudy export {run.path} my-student --best"
 
 
 def test_a_folder_with_nothing_but_a_recipe_opens(tmp_path: Path) -> None:
@@ -261,6 +284,30 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     output = capsys.readouterr().out
     assert "ended (its process is gone" in output and "running as" not in output
     assert output.index("its last report, of ") < output.index("1 replica healthy")
+
+
+def test_a_run_that_was_killed_while_it_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    run.recipe.write_text("{}")
+    for state, told in (
+        (None, "unknown; it has not begun to train"),
+        (
+            {"status": "running", "pid": gone.pid},
+            "its process is gone; continue with `understudy resume`; it has not",
+        ),
+        ({"status": "running", "pid": os.getpid()}, "running; it has not begun to train"),
+        ({"status": "running", "pid": gone.pid, "host": "another"}, "running; it has not begun to train"),
+        ({"status": "failed", "pid": gone.pid, "detail": "why"}, "failed; it has not begun to train: why"),
+    ):
+        if state is not None:
+            run.state.write_text(json.dumps(state))
+        assert main(["doctor", str(run.path)]) == 0
+        assert told in capsys.readouterr().out
+    run.state.write_text("{")
+    assert main(["doctor", str(run.path)]) == 2
+    assert "state.json is damaged" in capsys.readouterr().err
 
 
 def test_one_look_can_read_everything(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 
 from understudy.observability.advisories.gather import advisories_of
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir, read_whole
 from understudy.observability.watchdog import read_waits, run_status
 from understudy.planning.preflight import PYTHON_VARIABLE
 from understudy.rollout.tools.sandbox import namespace_problem
@@ -37,6 +37,7 @@ _PACKAGES = (
 )
 
 EXAMPLE = "understudy doctor runs/RUN"
+_GONE = "its process is gone; continue with `understudy resume`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +59,15 @@ def _waits(run_dir: RunDir) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    state = read_json(run_dir.state)
+    state = (
+        read_whole(run_dir.state) if run_dir.state.exists() else {}
+    )  # a launch that is killed early leaves none
     if not run_dir.waits.exists():
-        say(f"{run_dir.path}: {state['status']}; it has not begun to train{_because(state)}")
+        # Of a process on another machine nothing is known until it writes waits.json.
+        status = state["status"] if _elsewhere(state) else run_status(state, {})
+        say(
+            f"{run_dir.path}: {_GONE if status == 'killed' else status}; it has not begun to train{_because(state)}"
+        )
         return
     entry, waits = read_waits(run_dir.waits)
     status = run_status(state, entry)
@@ -71,8 +78,7 @@ def _waits(run_dir: RunDir) -> None:
             f"{entry['seconds_without_progress'] + time.time() - entry['written']:.0f} s ago"
         )
     else:
-        killed = "its process is gone; continue with `understudy resume`"
-        say(f"{run_dir.path}: ended ({killed if status == 'killed' else status}){_because(state)}")
+        say(f"{run_dir.path}: ended ({_GONE if status == 'killed' else status}){_because(state)}")
     if not alive and entry["status"] != "ended":  # the process had no time to write that it ends
         say(f"  its last report, of {time.strftime('%H:%M:%S', time.localtime(entry['written']))}:")
     if alive or entry["status"] != "ended":

@@ -12,7 +12,7 @@ from understudy.observability.live import LiveView
 from understudy.observability.report import is_share
 from understudy.run.entry import run_to_its_end
 from understudy.run.harness import check_harness, evaluate_with_harness
-from understudy.run.measurable import check_measurable
+from understudy.run.measurable import check_answers, check_measurable
 
 EXAMPLE = "understudy eval runs/RUN --best"
 
@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> None:
     if options.harness_tasks is not None:
         raise ConfigError("--harness-tasks is for --harness TASKS, which is not given")
     check_measurable(options.model, options.data, options.reward, best=options.best)
+    check_answers(options.answers)
     from understudy.run.evaluate_model import evaluate_model
 
     with LiveView(0) as view:

@@ -35,6 +35,10 @@ def steps(text: str) -> list[int]:
         ends = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected steps such as 3, 3-5 or 3,8") from None
+    if backward := next((pair for pair in ends if pair[0] > pair[-1]), None):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {backward[0]} comes after {backward[-1]}; expected steps such as 3-5"
+        )
     return [step for first, *last in ends for step in range(first, (last[0] if last else first) + 1)]
 
 

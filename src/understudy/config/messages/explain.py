@@ -98,6 +98,11 @@ def _hint(kind: KeyType, where: str, came: Any) -> str:
         return f"; {OFF[where]}"
     if {int, float} & set(kind.arms) and isinstance(came, str) and _is_number(came):
         return "; write it without quotes" if _is_toml(came) else f"; write {float(came):g}"
+    if int in kind.arms and isinstance(came, float) and came.is_integer():
+        return f"; write {int(came)}"
+    if str in kind.arms and isinstance(came, int | float):
+        text = _toml(str(_toml(came)))
+        return f"; write it in quotes: {text}, on a command line '{text}'"
     return ""
 
 

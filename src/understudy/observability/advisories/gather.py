@@ -14,7 +14,7 @@ from understudy.observability.advisories.facts import Advisory, RunFacts
 from understudy.observability.advisories.history import History
 from understudy.observability.advisories.rules import advise
 from understudy.observability.metrics import read_metrics
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir, read_whole
 
 _MOST_LETTERS = 16 << 20
 """Bytes of the dead-letter file that are read: enough for thousands, and a run stops long before more."""
@@ -29,7 +29,7 @@ def facts_of(run: RunDir, history: History | None = None, live: bool = False) ->
     """`live` asks for the free space too, which matters to a run that still writes."""
     return RunFacts(
         history if history is not None else History(read_metrics(run.metrics)),
-        read_json(run.recipe) if run.recipe.exists() else {},
+        read_whole(run.recipe) if run.recipe.exists() else {},
         reasons(_lines(run.dead_letters)),
         shutil.disk_usage(run.path).free if live else None,
         _checkpoint_bytes(run),

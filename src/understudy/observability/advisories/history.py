@@ -58,11 +58,12 @@ class History:
         return self.series.get(key) or Series()
 
     def named(self, prefix: str, suffix: str = "") -> dict[str, Series]:
-        """The series whose key is prefix + NAME + suffix, by NAME; NAME has no slash."""
+        """The series whose key is prefix + NAME + suffix, by NAME. With a suffix NAME has no slash; a data source at the
+        end of a key may have one (`openai/gsm8k`)."""
         found = {}
         for key, one in self.series.items():
             if key.startswith(prefix) and key.endswith(suffix) and len(key) > len(prefix) + len(suffix):
                 name = key[len(prefix) : len(key) - len(suffix)]
-                if "/" not in name:
+                if not suffix or "/" not in name:
                     found[name] = one
         return found

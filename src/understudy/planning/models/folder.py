@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from understudy.config.model_paths import nearest_folder
+from understudy.config.paths import nearest_folder
 from understudy.errors import DataError
 from understudy.nn.rotary_border import rotary_border, stated_context
 from understudy.planning.models.weight_files import incomplete, tensor_shapes, weight_files

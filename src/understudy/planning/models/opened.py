@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config import Recipe, TeacherConfig
-from understudy.config.model_paths import resolved_model
+from understudy.config.paths import resolved_model
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder, is_hub_id
 

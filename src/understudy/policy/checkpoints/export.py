@@ -54,12 +54,16 @@ def export(
     writes the running average of the weights instead, if the run kept one.
 
     `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder gets its
-    name only when it is complete; an existing folder that is not empty is refused.
+    name only when it is complete. An empty folder that exists gets the complete files; one that is not empty is refused.
     """
-    checkpoint, out = Path(run_checkpoint_dir), Path(out)
-    check_free(out)
+    checkpoint, given = Path(run_checkpoint_dir), Path(out)
+    check_free(given)
+    out = given.absolute()
     verify(checkpoint, optimizer=averaged)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    # It may be a mount point, a link, or the shell's own folder: it is neither replaced, nor is its parent written to.
+    there = out.exists()
+    name = f".{out.name}.{os.getpid()}.tmp"
+    temporary = out / name if there else out.with_name(name)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -70,16 +74,18 @@ def export(
             _write_model(temporary, checkpoint, str(base_model), trust_remote_code, revision, averaged)
         library = "peft" if adapter else "transformers"
         (temporary / "README.md").write_text(model_card(card, out.name, library), encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        os.rename(temporary, out)
+        if there:
+            for file in sorted(temporary.iterdir(), key=lambda file: file.name == "config.json"):
+                os.rename(file, out / file.name)
+        else:
+            os.rename(temporary, out)
     except Exception as error:
         if isinstance(error, OSError) or disk_failure(error):
             raise CheckpointError(f"could not export to {out}: {error}") from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return out
+    return given
 
 
 def _write_model(

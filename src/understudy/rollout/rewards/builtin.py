@@ -82,7 +82,7 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
     has several answers, each of which is right."""
     answer = ground_truth(row)
     answers = answer if isinstance(answer, list | tuple) else [answer]
-    found = [str(one) for one in answers if one is not None]
+    found = [text for one in answers for text in _as_texts(one)]
     if not found:
         raise DataError(
             f"the row has nothing in column {ANSWER_COLUMN!r} (or reward_model.ground_truth) to grade against; its columns are "
@@ -90,6 +90,15 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
             f"Add {ANSWER_COLUMN!r} to the dataset, or set data.reward to a function that does not need it"
         )
     return found
+
+
+def _as_texts(answer: Any) -> list[str]:
+    """What a student may write for it. Tables have a NaN for a missing answer, and 42.0 for the 42 of a column in which one
+    is missing."""
+    if answer is None or answer != answer:
+        return []
+    whole = isinstance(answer, float) and answer.is_integer()
+    return [str(answer), *([str(int(answer))] if whole else [])]
 
 
 def _marked_number(text: str) -> Decimal | None:

@@ -185,13 +185,13 @@ def _keep(
                 "source": prompt.data_source,
                 "prompt": prompt.text if prompt.text is not None else _shown(prompt.messages[-1]),
                 "text": producer.renderer.decode(trajectory.tokens[trajectory.loss_mask]),
-                "answer": prompt.columns.get("answer"),
+                "answer": None if (answer := prompt.columns.get("answer")) != answer else answer,
                 "reward": trajectory.reward,
                 "stop_reason": str(trajectory.stop_reason),
             }
             if trajectory.media:
                 line["media"] = list(trajectory.media)
-            # An answer from parquet may be a decimal, a date or bytes.
+            # An answer from parquet may be a decimal, a date or bytes; a NaN would be no JSON.
             handle.write(json.dumps(line, default=str) + "\n")
 
 

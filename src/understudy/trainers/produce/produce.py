@@ -42,7 +42,7 @@ from understudy.trainers.produce.row_journal import RowJournal, RowsToWrite
 from understudy.trainers.produce.session import roll_out
 from understudy.trainers.row_columns import PARTITION, SCORED, own_prompt_column, score_columns
 from understudy.trainers.system import Learner, Producer
-from understudy.types.prompt import Prompt, row_key, split_key
+from understudy.types.prompt import Prompt, row_key, split_key, teacher_key_of
 from understudy.types.references import RowRef, ScoreRef, ScoresRef
 from understudy.types.scores import Signal
 from understudy.types.trajectory import Trajectory
@@ -287,7 +287,7 @@ def _score_item(producer: Producer, row: RowRef) -> ScoreRef:
 
 def routing_value(producer: Producer, prompt: Prompt) -> Any:
     column = producer.settings.teacher_key
-    return prompt.data_source if column == "data_source" else prompt.columns.get(column)
+    return prompt.data_source if column == "data_source" else teacher_key_of(prompt.columns.get(column))
 
 
 async def _dead_letter(producer: Producer, key: str, error: Exception) -> None:

@@ -4,10 +4,15 @@ const PAGE = 50;
 const LABELS = ["kind", "source", "teacher", "stop_reason", "origin"];
 const RANGES = ["step", "reward", "kl"];
 
+// As on the server, a row without the number is in no range of it; null <= 1 would be true.
+function within(value, low, high) {
+  return (!low && !high) || (value !== null && (!low || value >= Number(low)) && (!high || value <= Number(high)));
+}
+
 function selected(rows, asked) {
   const text = (asked.q ?? "").toLowerCase();
   const kept = rows.filter((row) => LABELS.every((name) => !asked[name] || row[name] === asked[name])
-    && RANGES.every((name) => (!asked[`${name}_min`] || row[name] >= Number(asked[`${name}_min`])) && (!asked[`${name}_max`] || row[name] <= Number(asked[`${name}_max`])))
+    && RANGES.every((name) => within(row[name], asked[`${name}_min`], asked[`${name}_max`]))
     && (!text || `${row.prompt}\n${row.completion}`.toLowerCase().includes(text)));
   const sign = asked.desc === "0" ? 1 : -1;
   const value = (row) => row[asked.sort ?? "step"] ?? -Infinity * -sign;  // unknown values come last

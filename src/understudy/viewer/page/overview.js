@@ -3,7 +3,8 @@ import { add, ask, copyButton, fill, h, number, percent, quoted, table } from ".
 import { Chart, redrawAll, settings } from "./charts.js";
 import { COLOURS, shownRuns } from "./state.js";
 
-// Title → metrics: a name, or a pattern with * for one part of it. A dash sets a series apart beside its colour.
+// Title → metrics: a name, or a pattern with * for one part of it, or at its end for all that follows (data sources may hold
+// slashes: openai/gsm8k). A dash sets a series apart beside its colour.
 const CHARTS = [
   ["Loss", ["actor/loss"]],
   ["KL per teacher, nats a token", ["teacher/*/kl"]],
@@ -23,7 +24,7 @@ const added = [];
 function matching(pattern, keys) {
   if (!pattern.includes("*")) return keys.includes(pattern) ? [pattern] : [];
   const [before, after] = pattern.split("*");
-  return keys.filter((key) => key.startsWith(before) && key.endsWith(after) && !key.slice(before.length, key.length - after.length || undefined).includes("/"));
+  return keys.filter((key) => key.startsWith(before) && key.endsWith(after) && !(after && key.slice(before.length, -after.length).includes("/")));
 }
 
 function curvesOf(runs, answers, wanted) {

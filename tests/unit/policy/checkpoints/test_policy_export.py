@@ -128,6 +128,27 @@ def test_exported_folder_is_the_trained_student(base: Path, tmp_path: Path, dtyp
     assert not any(file.suffix in (".bin", ".pt", ".pkl") for file in out.iterdir())
 
 
+@pytest.mark.parametrize("out", [".", "link", "empty/"])
+def test_an_empty_folder_that_is_there_is_filled(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """It keeps its place: it may be the shell's own, a link, or a volume mounted there."""
+    saved = CheckpointStore(tmp_path / "checkpoints").save(
+        0, Policy(load_student(str(base)).model, settings()).state()
+    )
+    empty = tmp_path / "here" / "empty"
+    empty.mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(empty)
+    monkeypatch.chdir(empty if out == "." else empty.parent)
+    before = empty.stat().st_ino
+    assert export(saved, base, out, {}) == Path(out)
+    assert empty.stat().st_ino == before and not [one for one in empty.iterdir() if one.name.startswith(".")]
+    assert (empty / "README.md").read_text().splitlines()[-2:] == ["| | |", "|---|---|"]
+    assert AutoModelForCausalLM.from_pretrained(empty).config.vocab_size == 23
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        export(saved, base, out, {})
+
+
 def test_the_running_average_can_be_exported(base: Path, tmp_path: Path) -> None:
     policy = Policy(load_student(str(base)).model, settings(ema_decay=0.5))
     batch = varied_batch()

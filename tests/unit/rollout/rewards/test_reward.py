@@ -24,6 +24,9 @@ def test_exact_match_ignores_only_the_white_space_around(text: str, reward: floa
 
 def test_exact_match_reads_an_answer_that_is_not_text() -> None:
     assert exact_match({"answer": 64}, "64") == 1.0
+    # A column of whole numbers of which one is missing is one of floats in pandas.
+    assert [exact_match({"answer": 64.0}, text) for text in ("64", "64.0", "6")] == [1.0, 1.0, 0.0]
+    assert [exact_match({"answer": 0.5}, text) for text in ("0.5", "0")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,7 @@ def test_any_answer_of_a_list_counts() -> None:
         {"question": "1+1", "data_source": "math"},
         {"question": "1+1", "answer": None},
         {"question": "1+1", "answer": []},
+        {"question": "1+1", "answer": float("nan")},
     ],
 )
 def test_a_row_without_an_answer_is_the_datasets_fault(reward, row: dict) -> None:

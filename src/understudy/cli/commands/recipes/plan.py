@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import gpu_memory, visible_gpus
 from understudy.config.toml import as_tables, recipe_as_toml
+from understudy.errors import ConfigError
 from understudy.observability.redact import redact
 from understudy.observability.report import many
 from understudy.planning.memory.advice import memory_lines
@@ -57,6 +59,8 @@ def run(options: argparse.Namespace) -> None:
             "",
         )  # an override, not the run to simulate
     plan_simulation.check_flags(options)
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
+        raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: expected GiB of one GPU, above 0")
     findings = Findings()
     recipe = checked_recipe(options.recipe, options.overrides, findings=findings, new_run=False)
     if options.toml:
