@@ -1,6 +1,8 @@
 """An agent loop some of whose rollouts go wrong: by the prompt's place, not by chance."""
 
 import asyncio
+import os
+import signal
 
 import numpy as np
 
@@ -54,3 +56,16 @@ class WritesId:
             await context.generate(transcript.tokens, context.sampling_after(len(transcript)), 0)
         )
         return [transcript.finish(context.row_key())]
+
+
+class HoldsPublish:
+    """Prompts of these ordinals interrupt the run and never end."""
+
+    holding: range = range(0)
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal in self.holding:
+            if prompt.ordinal == self.holding[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(3600)
+        return await SingleTurn().run(prompt, context)

@@ -131,6 +131,19 @@ def test_kill_9_and_resume_while_prompts_are_replaced(recipe: Make, tmp_path: Pa
     check_filtered(Path(table["run"]["dir"]))
 
 
+def test_a_resume_at_staleness_0_repeats_the_run_though_prompts_were_replaced(recipe: Make) -> None:
+    """The first window after the checkpoint begins behind the replacements of the window before it."""
+    whole = understudy.train(recipe("whole", trainer__max_staleness=0, **FILTERED, **ASYNC), progress=False)
+    assert whole.metrics[1]["rollout/refills"] > 0
+    half = understudy.train(
+        recipe("half", trainer__max_staleness=0, trainer__steps=2, **FILTERED, **ASYNC), progress=False
+    )
+    resumed = understudy.resume(half.dir, trainer__steps=4, progress=False)
+    assert list(map(without_clock, resumed.metrics)) == list(map(without_clock, whole.metrics))
+    left, right = weights_of(whole.dir), weights_of(resumed.dir)
+    assert all((left[name] == right[name]).all() for name in left)
+
+
 def check_filtered(run: Path) -> None:
     """Every window is full again, every prompt was trained or filtered, and no row is older than one publish."""
     report = audit(run)
