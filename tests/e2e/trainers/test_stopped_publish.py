@@ -27,7 +27,9 @@ def test_no_prompt_is_admitted_for_weights_that_were_not_published(
     stopped = understudy.train(table, progress=False)
     report = audit(stopped.dir)
     assert stopped.steps == 1 and report.trained == 4
-    assert report.issued == 8, "the prompts of step 3 were begun by the first weights, two publishes before they are trained"
+    assert report.issued == 8, (
+        "the prompts of step 3 were begun by the first weights, two publishes before they are trained"
+    )
     monkeypatch.setattr(troubled_loop.HoldsPublish, "holding", range(0))
     assert understudy.resume(stopped.dir, progress=False).steps == 3
     lines = read_metrics(Path(stopped.dir) / "metrics.jsonl")
