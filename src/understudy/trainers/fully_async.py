@@ -335,7 +335,7 @@ class _AsyncRun:
             if not progress.complete.is_set():
                 raise
         updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
-        prompts = -(-await prompts_held(system.producer, first) // updates)
+        prompts = -(-len(await prompts_held(system.producer, first)) // updates)
         if prompts == 0:
             raise no_rows(system.learner, self._none_left(step))
         return await claim(prompts)
