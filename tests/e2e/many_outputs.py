@@ -13,13 +13,13 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
 TOO_LONG = 160
-"""Tokens; the quickstart's teachers hold 128."""
+"""Tokens; the quickstart's models hold 128."""
 
 
 class Outputs:
-    """`count` outputs, each a generation of its own. `trouble` by "ordinal of the prompt/output": "long" and "strange" are refused
-    by the teacher, "raise", "nan" and "hang" are the reward's, "odd" is a metric that cannot be stored, "vast" something that
-    no worker can send."""
+    """`count` outputs, each a generation of its own. `trouble` by "ordinal of the prompt/output": "long" is longer than the
+    context, "strange" is refused by the teacher, "raise", "nan" and "hang" are the reward's, "odd" is a metric that cannot be
+    stored, "vast" something that no worker can send."""
 
     def __init__(self, count: int = 2, trouble: Mapping[str, str] | None = None) -> None:
         self._count, self._trouble = count, dict(trouble or {})

@@ -1,6 +1,9 @@
 """An agent loop some of whose rollouts go wrong: by the prompt's place, not by chance."""
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,3 +57,48 @@ class WritesId:
             await context.generate(transcript.tokens, context.sampling_after(len(transcript)), 0)
         )
         return [transcript.finish(context.row_key())]
+
+
+class HoldsPublish:
+    """Prompts of these ordinals interrupt the run and never end."""
+
+    holding: range = range(0)
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal in self.holding:
+            if prompt.ordinal == self.holding[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(3600)
+        return await SingleTurn().run(prompt, context)
+
+
+class Misshapes:
+    """Returns trajectories that it made itself, most of them wrong in one way each, by the prompt's ordinal."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        (one,) = await SingleTurn().run(prompt, context)
+        logprobs, mask = one.behaviour_logprobs.copy(), one.loss_mask.copy()
+        match prompt.ordinal:
+            case 0 | 1 | 2:
+                logprobs[mask] = (np.nan, -np.inf, 0.5)[prompt.ordinal]
+                return [replace(one, behaviour_logprobs=logprobs)]
+            case 3:
+                logprobs[0], mask[0] = -1.0, True
+                return [replace(one, behaviour_logprobs=logprobs, loss_mask=mask)]
+            case 4:
+                return [replace(one, loss_mask=mask.astype(np.int32))]
+            case 5:
+                more = context.context
+
+                def longer(stream: np.ndarray, value: float) -> np.ndarray:
+                    return np.concatenate([stream, np.full(more, value, stream.dtype)])
+
+                return [
+                    replace(
+                        one, tokens=longer(one.tokens, 1), loss_mask=longer(mask, False),
+                        behaviour_logprobs=longer(logprobs, np.nan), weight_versions=longer(one.weight_versions, -1),
+                    )
+                ]  # fmt: skip
+            case 6:  # right, in another dtype
+                return [replace(one, tokens=one.tokens.astype(np.int64))]
+        return [one]

@@ -176,7 +176,7 @@ def _distill_policy_gradient(
         advantages = inputs.distill_advantages_N
     else:
         value_kind = terms.kind.removesuffix("+")
-        estimates = estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
+        estimates = _drawn_only(inputs, estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs)))
         advantages = -_clamped(terms, estimates, columns)
     result = _policy_term(terms, view, inputs, advantages)
     _keep_policy_columns(result, columns, prefix="distill")

@@ -335,7 +335,7 @@ class _AsyncRun:
             if not progress.complete.is_set():
                 raise
         updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
-        prompts = -(-await prompts_held(system.producer, first) // updates)
+        prompts = -(-len(await prompts_held(system.producer, first)) // updates)
         if prompts == 0:
             raise no_rows(system.learner, self._none_left(step))
         return await claim(prompts)
@@ -358,24 +358,24 @@ class _AsyncRun:
         """Publishes new weights. Running generations continue under them, or are waited for
         (`partial_rollouts = false`).
 
-        If a stopping run cannot wait for them to end, the weights are not published: no engine will use
-        them."""
-        spans = self.system.state.spans
-        if self.publish_gate is None:
-            with spans.span("publish", step=step):
-                await publish(self.system.learner, step, stop)
-        else:
-            try:
+        If a stopping run cannot wait for them to end, the weights are not published, and no slot is free: a row that
+        the engines' weights began would be older than the bound when a resume trains it."""
+        published, spans, gate = False, self.system.state.spans, self.publish_gate
+        try:
+            if gate is not None:
                 with spans.span("drain", step=step):
-                    await stop.waiting(self.publish_gate.close())
-                with spans.span("publish", step=step):
-                    await publish(self.system.learner, step, stop)
-            except Abandoned:
-                logger.info("step %d: stopped while rollouts were waited for; not published", step)
-            finally:
-                self.publish_gate.open()
+                    await stop.waiting(gate.close())
+            with spans.span("publish", step=step):
+                published = await publish(self.system.learner, step, stop)
+        except Abandoned:
+            logger.info("step %d: stopped while rollouts were waited for; not published", step)
+        finally:
+            if gate is not None:
+                gate.open()
         point("async.after_publish")
         self.cursor.window_trained()
+        if not published:
+            return
         self.slots.publish()
         if self.controller is not None:
             ahead = rows_ready / (self.system.producer.settings.rollout.n * self.windows.size)

@@ -66,10 +66,10 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
     if trajectory.media is not None:
         own[MEDIA] = list(trajectory.media)
     return own | {
-        "tokens": trajectory.tokens,
+        "tokens": trajectory.tokens.astype(np.int32, copy=False),  # a column has one dtype in all rows
         "loss_mask": trajectory.loss_mask,
         "behaviour_logprobs": trajectory.behaviour_logprobs,
-        "weight_versions": trajectory.weight_versions,
+        "weight_versions": trajectory.weight_versions.astype(np.int32, copy=False),
         SIZES: sizes_of(trajectory),
         ORIGIN: str(trajectory.origin),
         "stop_reason": str(trajectory.stop_reason),

@@ -67,13 +67,15 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     return step
 
 
-async def publish(learner: Learner, step: int, stop: Interrupts) -> None:
+async def publish(learner: Learner, step: int, stop: Interrupts) -> bool:
     """Publishes new weights. If the engines do not take them before a stopping run's deadline, the step still
-    counts."""
+    counts, and the result is False."""
     try:
         await stop.waiting(learner.publish(step))
     except Abandoned:
         logger.info("step %d: stopped while its weights were being published", step)
+        return False
+    return True
 
 
 async def take_step(system: System, step: int, stop: Interrupts, meters: ProducerMeters) -> dict[str, Any]:

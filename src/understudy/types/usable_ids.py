@@ -48,10 +48,9 @@ class UsableIds:
 
     def without(self, placeholders: tuple[int, ...]) -> UsableIds:
         """The same ids less those that prompts may hold and that are never drawn."""
-        holes = tuple(sorted({*self.holes, *placeholders}))
-        return UsableIds(
-            max(self.limit, *(one + 1 for one in placeholders), 0), holes, placeholders, self.models
-        )
+        limit = max(self.limit, *(one + 1 for one in placeholders), 0)
+        holes = {*self.holes, *range(self.limit, limit), *placeholders}
+        return UsableIds(limit, tuple(sorted(holes)), placeholders, self.models)
 
     def hide_(self, logits: Tensor) -> Tensor:
         """The logits [..., V] with those of unusable ids hidden, in place."""

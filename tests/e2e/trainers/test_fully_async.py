@@ -131,6 +131,43 @@ def test_kill_9_and_resume_while_prompts_are_replaced(recipe: Make, tmp_path: Pa
     check_filtered(Path(table["run"]["dir"]))
 
 
+def test_a_resume_at_staleness_0_repeats_the_run_though_prompts_were_replaced(recipe: Make) -> None:
+    """The first window after the checkpoint begins behind the replacements of the window before it."""
+    whole = understudy.train(recipe("whole", trainer__max_staleness=0, **FILTERED, **ASYNC), progress=False)
+    assert whole.metrics[1]["rollout/refills"] > 0
+    half = understudy.train(
+        recipe("half", trainer__max_staleness=0, trainer__steps=2, **FILTERED, **ASYNC), progress=False
+    )
+    resumed = understudy.resume(half.dir, trainer__steps=4, progress=False)
+    assert list(map(without_clock, resumed.metrics)) == list(map(without_clock, whole.metrics))
+    left, right = weights_of(whole.dir), weights_of(resumed.dir)
+    assert all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.mark.slow
+def test_a_killed_sync_run_takes_its_replacements_again(recipe: Make, tmp_path: Path) -> None:
+    """Rows in flight are kept under "fast". The cursor must pass their prompts, or the next step would meet them."""
+    more = {
+        **FILTERED,
+        "run__determinism": "fast",
+        "trainer__checkpoint_every": 1,
+        "trainer__async_save": False,
+    }
+    whole = understudy.train(recipe("whole", **more), progress=False)
+    table = recipe("killed", **more)
+    code, output = run_cli(
+        "train", str(write_toml(tmp_path / "recipe.toml", table)), fault="sync.after_ack:2"
+    )
+    assert code == -9, output
+    resumed = understudy.resume(table["run"]["dir"], progress=False)
+
+    def replaced(metrics: list[dict[str, Any]]) -> list[tuple[float, float]]:
+        return [(line["rollout/filtered_prompts"], line["rollout/refills"]) for line in metrics]
+
+    assert replaced(whole.metrics)[1][1] > 0
+    assert replaced(resumed.metrics) == replaced(whole.metrics)
+
+
 def check_filtered(run: Path) -> None:
     """Every window is full again, every prompt was trained or filtered, and no row is older than one publish."""
     report = audit(run)

@@ -137,3 +137,14 @@ def test_the_mark_of_given_tokens_is_a_mask() -> None:
     ids, weights = torch.tensor([1]), torch.ones(1)
     with pytest.raises(LossInputError, match=r"given_N must be bool \[1\]; got float32 \[1\]"):
         LossInputs(token_ids_N=ids, weights_N=weights, given_N=torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", [{"kind": "k1", "policy_gradient": True}, {"kind": "k2"}])
+def test_given_tokens_are_not_counted_as_clamped(kind: dict[str, Any]) -> None:
+    r = log_softmax(LOGITS)[np.arange(6), IDS] - LOG_P[np.arange(6), IDS]
+    values = np.abs(r if "policy_gradient" in kind else r**2 / 2)
+    limit = float(np.median(values))
+    assert (values > limit)[GIVEN].any() and (values > limit)[~GIVEN].any()
+    objective = Objective(**kind, signal="sampled", sft_coef=0.3, loss_max_clamp=limit)
+    _, _, metrics = found(objective, "plain")
+    assert metrics["actor/distillation/clamped_share"] == pytest.approx((values > limit)[~GIVEN].sum() / 6)

@@ -143,3 +143,15 @@ def test_a_second_crash_still_finds_what_was_passed_on_the_way() -> None:
     again = PromptCursor(DATASET, 0, False)
     again.restore(cursor.state())
     assert again.take(1)[0].key == order[0]
+
+
+def test_a_resume_begins_a_window_after_the_replacements_of_the_one_before() -> None:
+    """At staleness 0 the next window begins when all replacements were taken; a resume must not take them for it again."""
+    windows = Windows(batch_size=2, sync_every=1, max_staleness=0.0, steps=4)
+    order = [prompt.key for prompt in PromptCursor(DATASET, 0, False).take(8)]
+    cursor = WindowCursor(PromptCursor(DATASET, 0, False), windows, 0)
+    assert [prompt.key for prompt in (*cursor.take(2), *cursor.refill(0, 1))] == order[:3]
+    cursor.window_trained()
+    resumed = PromptCursor(DATASET, 0, False)
+    resumed.restore(cursor.state())
+    assert [prompt.key for prompt in resumed.take(2)] == order[3:5]

@@ -14,6 +14,9 @@ from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Origin, StopReason, Trajectory
 
+LOGPROB_SLACK = 1e-2
+"""How far rounding may put a log-probability above 0."""
+
 
 class Generate(Protocol):
     """(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations
@@ -100,6 +103,26 @@ def check_kinds(one: Trajectory) -> None:
             raise DataError(
                 f"row {one.key} came with {name} = {value!r}; expected one of {', '.join(map(repr, map(str, allowed)))}"
             )
+
+
+def check_streams(one: Trajectory, context: int) -> None:
+    """Raises `DataError` for a trajectory that an update could not read. A loop that makes its trajectories itself
+    can return one. Only the row fails, not the run."""
+    drawn = one.loss_mask if one.loss_mask.dtype == bool else None
+    wrong = ""
+    if drawn is None or any(len(array.shape) != 1 for array in (one.tokens, drawn, one.behaviour_logprobs)):
+        wrong = f"a loss mask of {one.loss_mask.dtype} {one.loss_mask.shape} for tokens {one.tokens.shape}; expected bool [T] for [T]"
+    elif one.length > context:
+        wrong = f"{one.length} tokens; the context is {context}"
+    elif drawn[:1].any():
+        wrong = "loss on its first token, which no token before it predicts"
+    elif one.origin == Origin.STUDENT:
+        logprobs = one.behaviour_logprobs[drawn]
+        bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK))]
+        if len(bad):
+            wrong = f"behaviour_logprobs = {bad[0]:g} at a token that the student wrote; expected a finite number, at most 0"
+    if wrong:
+        raise DataError(f"row {one.key} came with {wrong}")
 
 
 class AgentLoop(Protocol):

@@ -55,11 +55,10 @@ class WindowCursor:
 
     def take(self, count: int) -> list[Prompt]:
         """Prompts for the next `count` places, which belong to one window."""
-        prompts = self._next(self._taken // self._windows.size, count)
+        window = self._taken // self._windows.size
+        self._starts.setdefault(window, self._place())
         self._taken += count
-        if self._taken % self._windows.size == 0:
-            self._starts[self._taken // self._windows.size] = self._place()
-        return prompts
+        return self._next(window, count)
 
     def prompt(self, key: str) -> Prompt:
         return self._cursor.prompt(key)

@@ -33,20 +33,29 @@ async def fill_step(producer: Producer, learner: Learner, step: int) -> dict[str
     """Produce `batch_size` prompts for this step, with refills if groups are filtered. Returns the refill
     metrics."""
     wanted, rollout = producer.settings.batch_size, producer.settings.rollout
-    await produce_step(producer, learner, producer.cursor.take(wanted), step)
+    prompts = producer.cursor.take(wanted)
+    await produce_step(producer, learner, prompts, step)
     if not rollout.filter_groups:
         return {}
-    taken, refills = wanted, 0
-    while (missing := wanted - await prompts_held(producer, step)) and refills < rollout.max_refills:
+    refills = 0
+    while (missing := wanted - await _held_of(producer, prompts, step)) and refills < rollout.max_refills:
         producer.state.view.phase(f"step {step}: {many(missing, 'prompt')} had no signal, taking others")
-        await produce_step(producer, learner, producer.cursor.take(missing), step)
-        taken += missing
+        others = producer.cursor.take(missing)
+        await produce_step(producer, learner, others, step)
+        prompts += others
         refills += 1
     if missing == wanted:
-        raise nothing_to_learn(step, taken)
+        raise nothing_to_learn(step, len(prompts))
     if refills:
         producer.state.view.phase("")
-    return refill_metrics(taken - (wanted - missing), refills)
+    return refill_metrics(len(prompts) - (wanted - missing), refills)
+
+
+async def _held_of(producer: Producer, prompts: Sequence[Prompt], step: int) -> int:
+    """How many of these prompts have a complete row. Replacements that an earlier launch took are not among
+    them until the cursor has given them again."""
+    held = await prompts_held(producer, step)
+    return sum(prompt.key in held for prompt in prompts)
 
 
 def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
@@ -77,12 +86,9 @@ async def without_rows(producer: Producer, prompts: Sequence[Prompt]) -> int:
     return sum(prompt.key not in held for prompt in prompts)
 
 
-async def prompts_held(producer: Producer, step: int) -> int:
-    """How many prompts of this step have a complete row.
-
-    Replacements that an earlier launch took may have incomplete rows in flight. They are taken from the
-    cursor again."""
+async def prompts_held(producer: Producer, step: int) -> set[str]:
+    """The prompts of this step that have a complete row."""
     rows, settings = await producer.state.plane.list(PARTITION), producer.settings
     fields = set(training_columns(settings.loss, settings.scored))
     complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
-    return len({split_key(key)[0] for key in complete})
+    return {split_key(key)[0] for key in complete}

@@ -20,7 +20,14 @@ from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Sampling
 from understudy.errors import DataError
 from understudy.observability.spans import Spans
-from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, check_kinds, checked_outputs
+from understudy.rollout.agents.agent import (
+    LoopContext,
+    LostOutput,
+    check_ids,
+    check_kinds,
+    check_streams,
+    checked_outputs,
+)
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
@@ -138,6 +145,7 @@ class LocalRollouts:
         key, clock = trajectory.key, asyncio.timeout(seconds)
         try:
             check_kinds(trajectory)
+            check_streams(trajectory, session.context.context)
             check_ids(trajectory, self.sampling)
             if not self.rewards:
                 return storable(trajectory)

@@ -32,7 +32,7 @@ from understudy.engines.base import Sampling
 from understudy.errors import RowsUnreachable, TeacherError
 from understudy.media.store import MediaStore
 from understudy.observability.faults import point
-from understudy.rollout.agents.agent import check_ids, check_kinds
+from understudy.rollout.agents.agent import check_ids, check_kinds, check_streams
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
@@ -72,6 +72,7 @@ class RemoteRowHandler:
         self._partition = settings.partition
         self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
         self._deadline_seconds = settings.deadline_seconds
+        self._context = renderer.context
         self._media = renderer.pictures.store if renderer.pictures is not None else None
         self._at_hand = _UnscoredRows()
         self._clients: dict[tuple[str, str], tuple[wire.ReplicaAddress, ScoringClient]] = {}
@@ -88,6 +89,7 @@ class RemoteRowHandler:
             began = time.perf_counter()
             try:
                 check_kinds(one)
+                check_streams(one, self._context)
                 check_ids(one, sampling)
                 rewarded[one.key] = await self._reward(prompt, one)
             except Exception as error:

@@ -1,0 +1,13 @@
+"""The ids that a run may use."""
+
+import numpy as np
+
+from understudy.types.usable_ids import UsableIds
+
+
+def test_a_placeholder_beyond_the_limit_makes_no_other_id_usable() -> None:
+    """A student that reads pictures beside a teacher that lacks its last tokens: the placeholder is one of those."""
+    ids = UsableIds(5, holes=(2,)).without((7,))
+    never = [place for place in range(9) if ids.first_unusable(np.array([place])) is not None]
+    assert never == [2, 5, 6, 8] and ids.placeholders == (7,)
+    assert ids.count == 4 and ids.without((3,)).count == 3
