@@ -99,6 +99,8 @@ class Misshapes:
                         behaviour_logprobs=longer(logprobs, np.nan), weight_versions=longer(one.weight_versions, -1),
                     )
                 ]  # fmt: skip
-            case 6:  # right, in another dtype
+            case 6:
+                return [replace(one, turns=2.5)]
+            case 7:  # right, in another dtype
                 return [replace(one, tokens=one.tokens.astype(np.int64))]
         return [one]

@@ -15,6 +15,7 @@ WRONG = {
     3: "loss on its first token",
     4: "a loss mask of int32",
     5: "1",  # so many tokens: more than 128
+    6: "turns = 2.5; expected a whole number",
 }
 
 

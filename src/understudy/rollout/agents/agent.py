@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -94,7 +95,8 @@ def check_ids(one: Trajectory, sampling: Sampling) -> None:
 
 
 def check_kinds(one: Trajectory) -> None:
-    """Raises `DataError` for a trajectory whose stop reason or origin has no allowed value. Only the row fails."""
+    """Raises `DataError` for a trajectory whose stop reason, origin or number of turns has no allowed value. Only the row
+    fails."""
     for name, value, allowed in (
         ("stop_reason", one.stop_reason, StopReason),
         ("origin", one.origin, Origin),
@@ -103,6 +105,8 @@ def check_kinds(one: Trajectory) -> None:
             raise DataError(
                 f"row {one.key} came with {name} = {value!r}; expected one of {', '.join(map(repr, map(str, allowed)))}"
             )
+    if not isinstance(one.turns, Integral) or one.turns < 0:
+        raise DataError(f"row {one.key} came with turns = {one.turns!r}; expected a whole number")
 
 
 def check_streams(one: Trajectory, context: int) -> None:
