@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
 from understudy.assembly.engines import renderer_of, sampling_of
 from understudy.assembly.inputs import Inputs
 from understudy.assembly.prepare import Launch
@@ -124,6 +126,7 @@ async def open_loops(
         max_prompt=data.max_prompt_tokens,
         truncate=data.overlong == "truncate_left",
         pictures=str(renderer.pictures.store.folder) if renderer.pictures is not None else "",
+        own_code=type(renderer.tokenizer).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."),
         open_line=await _lines(
             processes, stack, WORKER_MODULE if row_workers is None else row_workers.module
         ),

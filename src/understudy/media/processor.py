@@ -74,9 +74,11 @@ class PictureProcessor:
         transformers: Any = importlib.import_module(
             "transformers"
         )  # it takes seconds, and `check` needs none
-        config = transformers.AutoConfig.from_pretrained(model, revision=revision)
-        if vision_family(config) is None:
+        # Asked of the file first: a model of another family may bring a config class of its own, which would have to be trusted.
+        settings, _ = transformers.PretrainedConfig.get_config_dict(model, revision=revision)
+        if settings.get("model_type") not in FAMILIES:
             return None
+        config = transformers.AutoConfig.from_pretrained(model, revision=revision)
         try:
             images = transformers.AutoImageProcessor.from_pretrained(model, revision=revision, backend="pil")
         except (OSError, ValueError, ImportError) as error:

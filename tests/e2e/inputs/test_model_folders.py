@@ -24,11 +24,10 @@ def only_add(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.slow
 def test_a_run_whose_student_and_teacher_bring_their_own_code(
     recipe: Make, only_add: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer, engine process and teacher process load the code; the exported folder carries it on."""
+    """Trainer, engine process, worker and teacher process load the code; the exported folder carries it on."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     student, teacher = (
         write_house_model(tmp_path / "student"),
@@ -39,6 +38,7 @@ def test_a_run_whose_student_and_teacher_bring_their_own_code(
         teachers={"add": {"model": str(teacher), "trust_remote_code": True}},
         data__train=only_add,
         rollout__processes=1,
+        rollout__workers=1,
         trainer__steps=1,
     )
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)))

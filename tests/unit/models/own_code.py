@@ -1,4 +1,5 @@
-"""A model folder that brings its own code: the quickstart's student with another activation, under a model type of its own."""
+"""A model folder that brings its own code: the quickstart's student with another activation and a tokenizer class, under a model
+type of its own."""
 
 from __future__ import annotations
 
@@ -27,6 +28,14 @@ class HouseForCausalLM(Qwen3ForCausalLM):
             layer.mlp.act_fn = torch.nn.GELU()
 """
 
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class HouseTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
 
 def write_house_model(folder: Path, like: str = "student") -> Path:
     shutil.copytree(ASSETS / "models" / like, folder)
@@ -41,4 +50,11 @@ def write_house_model(folder: Path, like: str = "student") -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "modeling_house.py").write_text(CODE)
+    file = folder / "tokenizer_config.json"
+    own = {
+        "tokenizer_class": "HouseTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_house.HouseTokenizer"]},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (folder / "tokenization_house.py").write_text(TOKENIZER)
     return folder

@@ -50,7 +50,10 @@ def other_tokenizers(
     teachers: Mapping[str, TeacherConfig], aligned: Collection[str]
 ) -> dict[str, PreTrainedTokenizerBase]:
     """The tokenizers of teachers whose tokens are aligned with the student's."""
-    return {name: load_tokenizer(teachers[name].model, revision=teachers[name].revision) for name in aligned}
+    sources = {name: teachers[name] for name in aligned}
+    return {
+        name: load_tokenizer(one.model, one.trust_remote_code, one.revision) for name, one in sources.items()
+    }
 
 
 def writable_ids(

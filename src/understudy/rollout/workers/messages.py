@@ -57,6 +57,8 @@ class Setup(msgspec.Struct, tag=True):
     truncate: bool = False
     pictures: str = ""
     """The folder of the run's pictures, if the student reads them; its processor is beside the tokenizer."""
+    own_code: bool = False
+    """Whether the tokenizer's class is code of the model's folder, which the recipe trusts."""
     extra: bytes = b""
     """Configuration of the worker's `RowHandler`."""
 

@@ -96,6 +96,7 @@ class LoopWorkers:
         max_prompt: int | None = None,
         truncate: bool = False,
         pictures: str = "",
+        own_code: bool = False,
         open_line: OpenLine = PipeWorker.open,
         segments: Segments | None = None,
         extra: bytes = b"",
@@ -104,6 +105,7 @@ class LoopWorkers:
     ) -> None:
         """`open_line` starts a worker, by default on this machine. `segments` and `extra` are for workers with
         a `RowHandler`. `pictures` is the folder of the run's pictures, if the student reads them.
+        `own_code`: the tokenizer's class is code of the model's folder.
 
         A worker that was restarted `restarts` times in a row without finishing a session is given up;
         `notify` gets a message for each restart.
@@ -123,6 +125,7 @@ class LoopWorkers:
             max_prompt=max_prompt,
             truncate=truncate,
             pictures=pictures,
+            own_code=own_code,
             extra=extra,
         )
         self._channels: list[WorkerChannel | None] = [None] * count

@@ -67,7 +67,7 @@ class Worker:
     def __init__(
         self, setup: wire.Setup, send: Callable[[bytes], None], make_handler: MakeRowHandler | None = None
     ) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer, trust_remote_code=setup.own_code)
         self._renderer = Renderer(
             tokenizer,
             context=setup.context,
