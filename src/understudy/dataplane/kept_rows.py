@@ -23,6 +23,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ class RowKeeper:
         self._rows: dict[int, list[_Kept]] = {}
         self._bytes = {False: 0, True: 0}
         """Bytes of the sample, and of the worst rows: counted along, because a run keeps ten thousand rows."""
+        for left in folder.glob("*.new"):  # of a process that was killed while it wrote
+            left.unlink()
         for path in sorted(folder.glob("*.jsonl")):
             step = int(path.stem)
             if last_step is not None and step > last_step:
@@ -154,8 +157,15 @@ class RowKeeper:
         for step, rows in sorted(self._rows.items()):
             left = [one for one in rows if id(one) not in gone]
             if len(left) < len(rows):
-                bodies = [(one.summary, read_pack(self._folder, step, one.summary)) for one in left]
-                self._set(step, self._write_step(step, bodies))
+                self._set(step, self._write_step(step, self._readable(step, left)))
+
+    def _readable(self, step: int, rows: Sequence[_Kept]) -> list[tuple[dict[str, Any], bytes]]:
+        """A process that was killed between the two files of a step has left lines of other packs."""
+        found = []
+        for one in rows:
+            with suppress(DataPlaneError):
+                found.append((one.summary, read_pack(self._folder, step, one.summary)))
+        return found
 
 
 def _replace(path: Path, data: bytes) -> None:

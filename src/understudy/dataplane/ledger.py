@@ -10,6 +10,7 @@ opened read-only, in one read transaction, so a running run is not disturbed.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -99,9 +100,10 @@ class Ledger:
         )
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self.file.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None
-        )
+        address = f"{self.file.resolve().as_uri()}?mode=ro"
+        if self._is_closed() and not os.access(self.file.parent, os.W_OK):
+            address += "&immutable=1"  # SQLite would make files beside it
+        connection = sqlite3.connect(address, uri=True, isolation_level=None)
         try:
             connection.execute("BEGIN")
             found = read_meta(connection, "format", -1)
@@ -114,6 +116,10 @@ class Ledger:
                 f"{self.file} has journal format {found}; this version reads format {FORMAT}"
             )
         return connection
+
+    def _is_closed(self) -> bool:
+        """Whether no process has it open: the last one removes the log beside it."""
+        return not self.file.with_name(self.file.name + "-wal").exists()
 
     def audit(self) -> AuditReport:
         with closing(self._connect()) as connection:

@@ -15,6 +15,7 @@ import re
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,9 @@ def _of_text(value: str, folder: Path | None) -> str:
     if value.startswith(("http://", "https://")):
         raise PictureError(f"{value[:80]} is not fetched; download pictures and name their files")
     value = value.removeprefix("file://")
-    path = Path(value).expanduser()
+    path = Path(value)
+    with suppress(RuntimeError):  # a file whose name begins with ~, and no user's folder
+        path = path.expanduser()
     return str(path if path.is_absolute() or folder is None else (folder / path).absolute())
 
 

@@ -29,21 +29,24 @@ class PictureSources:
     _known: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     """Files that are not any more what this run stored."""
+    _first: str = ""
+    """Written before the next line, after one that was cut off."""
 
     @staticmethod
     def open(store: MediaStore) -> PictureSources:
         found = PictureSources(store)
         try:
-            lines = (store.folder / FILE_NAME).read_text().splitlines()
+            text = (store.folder / FILE_NAME).read_text()
         except OSError:
             return found
-        for line in lines:
+        found._first = "" if text.endswith("\n") else "\n"
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 if is_hash(entry["hash"]):
                     found._known[str(entry["source"])] = entry
             except (ValueError, KeyError, TypeError):
-                continue  # the line of a process that was killed while it wrote
+                continue  # a line that the disk had no room for
         return found
 
     def stored(self, source: str) -> str | None:
@@ -77,7 +80,8 @@ class PictureSources:
         entry = {"source": source, "hash": name, "bytes": stamp[0], "changed_ns": stamp[1]}
         self._known[source] = entry
         with (self.store.folder / FILE_NAME).open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(self._first + json.dumps(entry) + "\n")
+        self._first = ""
 
 
 def _stamp(source: str) -> tuple[int, int] | None:

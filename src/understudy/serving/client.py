@@ -197,6 +197,8 @@ class ServerClient:
             if late and seconds is not None:
                 raise self.timeout(f"{self.name}: no answer to {path} within {seconds:.1f} s") from error
             raise self.gone(f"{self.name}: {path} failed: {type(error).__name__}: {error}") from error
+        except ValueError as error:  # a port above 65535, a host name that is none, a token beside a password
+            raise self.gone(f"{self.name}: {path} failed: its address cannot be used: {error}") from error
 
     async def _exchange(self, method: str, path: str, body: bytes | None, kind: str | None) -> Reply:
         if self._given_up is not None:

@@ -32,7 +32,7 @@ _LASTING = (
     aiohttp.ClientConnectorDNSError,
     aiohttp.ClientConnectorSSLError,
     aiohttp.ClientConnectorCertificateError,
-    aiohttp.InvalidURL,
+    ValueError,  # of an address
 )
 
 

@@ -32,7 +32,7 @@ class Snapshots:
     of them is written, so free memory alone does not show what is left."""
 
     def __init__(self, need_bytes: int, parent: Path | None = None) -> None:
-        memory = None if parent else _memory_for(2 * need_bytes + Snapshots._claimed)
+        memory = None if parent else memory_for(2 * need_bytes + Snapshots._claimed)
         self._claim = 2 * need_bytes if memory else 0
         Snapshots._claimed += self._claim
         self._owned = OwnedFolder("understudy-engine-", parent or memory)
@@ -69,7 +69,7 @@ class Snapshots:
         self._owned.close()
 
 
-def _memory_for(size: int) -> Path | None:
+def memory_for(size: int) -> Path | None:
     """/dev/shm if it has room (containers often limit it to 64 MiB); None means the temporary folder."""
     if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > size + _MARGIN:
         return _MEMORY

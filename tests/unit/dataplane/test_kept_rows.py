@@ -140,3 +140,16 @@ def test_the_bytes_counted_along_are_those_of_the_files(tmp_path: Path) -> None:
     fill(keeper, range(50, 55))
     again = RowKeeper(tmp_path / "kept", 200_000)
     assert keeper._bytes == again._bytes and sum(keeper._bytes.values()) > 50_000
+
+
+@pytest.mark.parametrize("written", ["rows", "new"])
+def test_a_kill_while_a_step_gives_up_rows_does_not_lift_the_budget(tmp_path: Path, written: str) -> None:
+    """The files of one step are replaced one after the other."""
+    folder, budget = tmp_path / "kept", 200_000
+    fill(RowKeeper(folder, budget), range(1, 31))
+    body = (folder / "000030.rows").read_bytes()
+    (folder / f"000030.{written}").write_bytes(body[len(body) // 2 :])
+    keeper = RowKeeper(folder, budget, last_step=30)
+    assert not list(folder.glob("*.new"))
+    fill(keeper, range(31, 91))
+    assert sum(path.stat().st_size for path in folder.iterdir()) < budget

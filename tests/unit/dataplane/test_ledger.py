@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -218,3 +219,30 @@ def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.Cap
     assert main(["audit", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "\x1b[2J" not in output and "wrong \\x1b[2J[/b]" in output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("how", ["finished", "killed"])
+def test_another_user_can_audit_a_run(run_dir: Path, how: str) -> None:
+    """A folder of a colleague, or on a disk that is mounted read-only."""
+    if how == "killed":
+        code = (
+            "import asyncio, os, sys; from pathlib import Path; from understudy.dataplane.embedded import EmbeddedDataPlane\n"
+            "async def main():\n"
+            f"    plane = EmbeddedDataPlane.open(Path(sys.argv[1]), **{BOUNDS!r})\n"
+            "    await plane.issue('train', ['9_0_0'], step=3)\n"
+            "    os._exit(9)\n"
+            "asyncio.run(main())"
+        )
+        subprocess.run([sys.executable, "-c", code, str(run_dir / "dataplane")], check=False)
+    for folder in (run_dir, *run_dir.parents):
+        if folder.stat().st_mode & 0o77 == 0:
+            folder.chmod(0o755)
+    other = os.fork()
+    if other == 0:
+        try:
+            os.setuid(65534)
+            os._exit(0 if audit(run_dir).issued == (8 if how == "killed" else 7) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(other, 0)[1] == 0

@@ -1,6 +1,7 @@
 """A server that dies while weights are published: the run goes on if the server comes back, and fails with the reason if not."""
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -317,3 +318,53 @@ def test_tensors_that_are_not_on_a_gpu_go_by_snapshot(tmp_path: Path) -> None:
 
     with_two(RemoteEngine, tmp_path, body, handover=GpuHandover())
     assert not list(tmp_path.iterdir()), "closing clears the snapshots away"
+
+
+class LeftPaused(Server):
+    """Takes orders, and answers no request for tokens while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda body: whole(body, label=self.label))
+        self.open = asyncio.Event()
+
+    async def handle(self, request: Request) -> Response:
+        if request.url.path == "/resume":
+            self.open.set()
+        elif request.url.path == "/pause":
+            self.open.clear()
+        elif request.url.path == "/inference/v1/generate":
+            await self.open.wait()
+        return await super().handle(request)
+
+
+def test_a_run_goes_on_with_servers_that_a_killed_trainer_left_paused(tmp_path: Path) -> None:
+    async def inner() -> None:
+        server = LeftPaused()
+        engine = RemoteEngine(
+            DIALECTS["vllm"], [await server.start()], model="student", max_length=64, snapshots=tmp_path
+        )
+        try:
+            await engine.update_weights(3, WEIGHTS)
+            await asyncio.wait_for(engine.generate([request()]), 10)
+            await engine.update_weights(4, WEIGHTS)
+            assert server.calls.count("/resume") == 1, "an idle server is not told each time"
+        finally:
+            await engine.close()
+            await server.stop()
+
+    asyncio.run(inner())
+
+
+def test_a_full_disk_under_a_publish_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        try:
+            with pytest.raises(EngineError, match="weights of version 1 could not be written to"):
+                await engine.update_weights(1, [("w", torch.zeros(1 << 20))])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not list(tmp_path.rglob("*.safetensors"))
+        await engine.update_weights(1, WEIGHTS)
+
+    with_two(RemoteEngine, tmp_path, body)

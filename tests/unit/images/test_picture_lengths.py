@@ -135,3 +135,16 @@ def test_a_copy_that_is_gone_is_read_again(tmp_path: Path) -> None:
     store.path(before[0]).unlink()
     assert PictureSources.open(store).stored(str(tmp_path / "0.png")) is None
     assert hashes(recipe, store.folder) == before and store.has(before[0])
+
+
+def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
+    store, files = MediaStore(tmp_path / "media"), [tmp_path / "a.png", tmp_path / "b.png"]
+    for file, colour in zip(files, ("red", "green"), strict=True):
+        file.write_bytes(picture(colour, (8, 8)))
+    names = [store.put(file.read_bytes()) for file in files]
+    PictureSources.open(store).add(str(files[0]), names[0])
+    with (store.folder / FILE_NAME).open("a") as file:
+        file.write('{"source": "cut o')
+    PictureSources.open(store).add(str(files[1]), names[1])
+    found = PictureSources.open(store)
+    assert [found.stored(str(file)) for file in files] == names

@@ -17,7 +17,15 @@ from PIL import Image
 from vision_models import picture
 
 from understudy.errors import DataError
-from understudy.media.pictures import PictureError, PictureLimits, Pictures, as_plain_url, hashes_in, size_of
+from understudy.media.pictures import (
+    PictureError,
+    PictureLimits,
+    Pictures,
+    as_plain_url,
+    as_source,
+    hashes_in,
+    size_of,
+)
 from understudy.media.store import MediaStore, hash_of
 from understudy.rollout.dataset import load_dataset
 from understudy.rollout.sources import write_rows
@@ -228,3 +236,9 @@ def test_a_url_for_another_program_leaves_nothing_to_turn_or_to_mix() -> None:
     ]
     assert [one.mode for one in sent] == ["RGB", "RGB"] and [one.size for one in sent] == [(24, 40), (40, 24)]
     assert sent[1].getpixel((0, 0)) == (255, 0, 0), "as the model's processor drops transparency"
+
+
+def test_a_file_whose_name_begins_with_a_tilde_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "~draft.png").write_bytes(RED)
+    assert as_source("~draft.png", tmp_path) == str(tmp_path / "~draft.png")
+    assert as_source("~/a.png", tmp_path) == str(Path.home() / "a.png")

@@ -9,17 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from understudy.errors import RunDirectoryError
+from understudy.dataplane.journal.folder_lock import FolderLock
+from understudy.errors import DataPlaneError, RunDirectoryError
 from understudy.observability.rundir import RunDir
 
 TRAINER = """
 import asyncio, multiprocessing, os, sys, time
 from pathlib import Path
 from understudy.cluster.local import LocalProcesses
+from understudy.dataplane.journal.folder_lock import FolderLock
 from understudy.observability.rundir import RunDir
 
 async def main():
     lock = RunDir(Path(sys.argv[1])).lock()
+    rows = FolderLock(Path(sys.argv[1]) / "dataplane")
     processes = LocalProcesses(Path(sys.argv[1]) / "logs")
     child = await processes.start("child", "child_for_test", [])
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -53,11 +56,14 @@ def test_a_killed_trainer_s_processes_end_and_its_run_is_free(tmp_path: Path, ho
     try:
         with pytest.raises(RunDirectoryError, match=f"in use by process {trainer.pid}"):
             run.lock()
+        with pytest.raises(DataPlaneError, match=f"in use by process {trainer.pid}"):
+            FolderLock(run.dataplane)
         trainer.send_signal(how)
         trainer.wait()
         assert not psutil.wait_procs([child], timeout=10)[1]
         assert forked.is_running()
         run.lock().close()
+        FolderLock(run.dataplane).release()
     finally:
         trainer.stdout.close()
         forked.kill()

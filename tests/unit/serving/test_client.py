@@ -20,6 +20,7 @@ from understudy.serving.client import (
     retry_after,
 )
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.start_wait import is_lasting
 
 Answer = Callable[[bytes], Awaitable[bytes | None]]
 
@@ -298,5 +299,19 @@ def test_through_a_unix_socket(tmp_path: Path) -> None:
         assert await get(client, "/health") == "/health"
         await client.close()
         listening.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@127.0.0.1:9", "http://127.0.0.1:99999", f"http://{'a' * 70}.example:9"]
+)
+def test_an_address_that_cannot_be_used_is_a_lasting_problem(url: str) -> None:
+    async def scenario() -> None:
+        client = ServerClient("gateway", Endpoint(url, "k3y"))
+        with pytest.raises(ServerGone, match="gateway: /health failed: its address cannot be used") as raised:
+            await get(client, "/health")
+        assert is_lasting(raised.value) and "secret" not in str(raised.value)
+        await client.close()
 
     run(scenario)

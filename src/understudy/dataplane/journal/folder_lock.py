@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from understudy.errors import DataPlaneError
+from understudy.observability.forks import only_here
 
 
 class FolderLock:
@@ -26,6 +27,9 @@ class FolderLock:
             ) from None
         os.ftruncate(self._file, 0)
         os.write(self._file, f"{os.getpid()}\n".encode())
+        only_here(self, FolderLock.release)
 
     def release(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

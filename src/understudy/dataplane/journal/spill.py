@@ -15,6 +15,7 @@ only writer. It is deleted after that writer has returned it and no row refers t
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +35,8 @@ class SpillFiles:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._files: dict[int, int] = {}
+        self._opening = threading.Lock()
+        """A file that two threads opened would stay open: its space is not freed when it is deleted."""
         folder.mkdir(parents=True, exist_ok=True)
         self._segment = 1 + max((number for number, _ in self._on_disk()), default=0)
         self._highest = self._segment
@@ -79,24 +82,25 @@ class SpillFiles:
         self._next_segment()
         self._writer_segments[segment] = self._segment
 
-    def _file(self, segment: int) -> int:
-        if segment not in self._files:
-            self._files[segment] = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        return self._files[segment]
+    def _file(self, segment: int, create: int = 0) -> int:
+        found = self._files.get(segment)
+        if found is not None:
+            return found
+        with self._opening:
+            if segment not in self._files:
+                flags = os.O_RDWR | os.O_CLOEXEC | create
+                self._files[segment] = os.open(self._path(segment), flags, 0o600)
+            return self._files[segment]
 
     def write(self, ref: SpillRef, frame: bytes) -> None:
-        view, place, file = memoryview(frame), ref.offset, self._file(ref.segment)
+        view, place, file = memoryview(frame), ref.offset, self._file(ref.segment, os.O_CREAT)
         while view:
             written = os.pwrite(file, view[:_PWRITE_LIMIT], place)
             view, place = view[written:], place + written
 
     def read(self, ref: SpillRef) -> bytes:
         try:
-            file = self._files.get(ref.segment)
-            if file is None:
-                file = self._files.setdefault(
-                    ref.segment, os.open(self._path(ref.segment), os.O_RDWR | os.O_CLOEXEC)
-                )
+            file = self._file(ref.segment)
             parts, place, end = [], ref.offset, ref.offset + ref.length
             while place < end and (part := os.pread(file, min(end - place, _PWRITE_LIMIT), place)):
                 parts.append(part)

@@ -97,6 +97,7 @@ class RemoteEngine:
             timeout_s,
         )
         self._version, self._seeded, self._detokenize = version, seeded, detokenize
+        self._unheard = dialect.resume
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self._idle = asyncio.Event()
@@ -290,6 +291,7 @@ class RemoteEngine:
                 self._version = version
             finally:
                 if was_open:
+                    await self._wake()
                     await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
@@ -367,6 +369,14 @@ class RemoteEngine:
         if self._dialect.resume is not None and tell:
             await self._tell_all(self._dialect.resume)
         self._open.set()
+
+    async def _wake(self) -> None:
+        """Once: a trainer that was killed while weights changed has left its servers paused."""
+        order, self._unheard = self._unheard, None
+        if order is not None:
+            told = (self._clients[one.name].post(*order, self._deadline_s) for one in self._replicas.present)
+            # A server without the route cannot be paused; one that is gone is met later.
+            await asyncio.gather(*told, return_exceptions=True)
 
     async def _tell_all(self, message: tuple[str, Json]) -> None:
         path, body = message

@@ -16,17 +16,16 @@ import asyncio
 import ctypes
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from socket import socket as Socket
 
 from understudy.errors import UnderstudyError
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.serving.client import ServerClient
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.process import Process, process_arguments, process_main
@@ -94,20 +93,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _host(process: Process) -> None:
-    folder = tempfile.mkdtemp(prefix="understudy-vllm-")
-    socket = f"{folder}/socket"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    server = subprocess.Popen(
-        command(process.args, socket),
-        env=environment(process.args.scores),
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_end_with_parent,
-    )
+    folder = OwnedFolder("understudy-vllm-", None)
+    socket = f"{folder.path}/socket"
     try:
-        asyncio.run(_monitor(process, server, socket))
+        server = subprocess.Popen(
+            command(process.args, socket),
+            env=environment(process.args.scores),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            asyncio.run(_monitor(process, server, socket))
+        finally:
+            _end(server)
     finally:
-        _end(server)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def _end_with_parent() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -112,7 +113,7 @@ class VLLMProxy:
                 raise EngineError(
                     f"vLLM did not load weights version {version} ({answer.status}): {answer.text[:300]}"
                 )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise EngineError(f"weights of version {version} did not reach vLLM: {error}") from error
         finally:
             await asyncio.to_thread(folder.close)

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from understudy.engines.servers.dialects import Dialect, Json
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
-from understudy.weights.snapshots import Snapshots
+from understudy.weights.snapshots import Snapshots, memory_for
 
 Post = Callable[[EngineReplica, str, Json], Awaitable[Json]]
 Given = TypeVar("Given")
@@ -199,12 +200,20 @@ class ServerWeights:
             )
         named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
         if self._folder is None:
-            memory = Path("/dev/shm")
-            parent = self._snapshots or (memory if memory.is_dir() else None)
+            size = sum(tensor.nbytes for tensor in named.values())
+            parent = self._snapshots or memory_for(
+                2 * size
+            )  # the newest is removed after the next is written
             self._folder = OwnedFolder("understudy-weights-", parent, tidy=self._snapshots is None)
         folder = self._folder.path / f"v{version}"
         folder.mkdir(exist_ok=True)
-        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError(
+                f"weights of version {version} could not be written to {self._folder.path}: {error}"
+            ) from error
         for old in self._folder.path.glob("v*"):
             if old != folder:
                 shutil.rmtree(old)

@@ -61,9 +61,14 @@ class PipeWorker:
     @staticmethod
     async def open(index: int) -> PipeWorker:
         pipe = asyncio.subprocess.PIPE
+        # In a session of its own: Ctrl-C in the terminal reaches the run alone, which finishes its step.
         return PipeWorker(
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", WORKER_MODULE, stdin=pipe, stdout=pipe, limit=_LIMIT
+                *(sys.executable, "-m", WORKER_MODULE),
+                stdin=pipe,
+                stdout=pipe,
+                limit=_LIMIT,
+                start_new_session=True,
             )
         )
 

@@ -1,5 +1,7 @@
 """Segment files: written records are read back, damage is noticed, unused files are deleted."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,25 @@ def test_only_unreferenced_segments_before_the_line_are_deleted(tmp_path: Path) 
     spill.keep_only([], below=5)
     assert list(tmp_path.iterdir()) == []
     spill.close()
+
+
+def test_threads_that_read_a_segment_at_once_open_its_file_once(tmp_path: Path) -> None:
+    """A further descriptor would keep the space of the segment after its deletion."""
+    first = SpillFiles(tmp_path)
+    ref = put(first, b"frame")
+    first.close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        spill, together = SpillFiles(tmp_path), threading.Barrier(8)
+
+        def read(spill: SpillFiles = spill, together: threading.Barrier = together) -> None:
+            together.wait()
+            spill.read(ref)
+
+        readers = [threading.Thread(target=read) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        spill.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -7,6 +7,7 @@ for vLLM. `plan` says what each life of a server does: `serves`, `dies at once`,
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -162,3 +163,17 @@ def test_answers_between_two_deaths_begin_the_count_anew(
         assert all("(1 of 1)" in one for one in notes if "started again" in one)
 
     assert with_server(tmp_path, monkeypatch, "answers once", 1, body) == 3
+
+
+def test_a_server_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    """This interpreter has no vLLM."""
+    command = ["-m", "understudy.engines.servers.vllm_process", "--python", sys.executable, "--model", "none"]
+    ended = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode and "has no vLLM" in ended.stderr
+    assert not list(tmp_path.glob("understudy-vllm-*"))

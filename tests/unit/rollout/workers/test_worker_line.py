@@ -6,7 +6,7 @@ import os
 import numpy as np
 
 from understudy.rollout.workers import messages as wire
-from understudy.rollout.workers.connections import WorkerListener
+from understudy.rollout.workers.connections import PipeWorker, WorkerListener
 
 
 def test_a_worker_that_is_known_to_be_gone_is_hung_up_on() -> None:
@@ -80,5 +80,18 @@ def test_strangers_are_hung_up_on_and_a_worker_gets_through_a_crowd_of_them() ->
         for _, writer in crowd:
             writer.transport.abort()
         await board.close()
+
+    asyncio.run(body())
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_a_worker_on_this_machine() -> None:
+    """The run finishes its step first."""
+
+    async def body() -> None:
+        line = await PipeWorker.open(0)
+        try:
+            assert os.getpgid(line.pid) != os.getpgrp()
+        finally:
+            await line.close(at_once=True)
 
     asyncio.run(body())
