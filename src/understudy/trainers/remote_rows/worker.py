@@ -38,8 +38,7 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
 from understudy.rollout.workers.messages import Setup
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.clients.native import ScoringClient
-from understudy.teacher.pool.supervisor import connect_native
+from understudy.teacher.clients.native import ScoringClient, connect_native
 from understudy.trainers.produce.failures import as_timeout, reason_of
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, rollout_columns, score_columns, storable

@@ -21,7 +21,8 @@ from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, Scor
 from understudy.teacher.manifest import Limits, Manifest, RequestBatching
 from understudy.teacher.pool.integrity import Identity, check_row
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.options import PoolOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
