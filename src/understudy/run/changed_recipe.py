@@ -61,6 +61,7 @@ ACCEPTED: Mapping[str, str] = {
     "critic.attention": _ROUNDING,
     "loss.backend": _ROUNDING,
     "rollout.max_batch": _ROUNDING,
+    "rollout.recompute_kv": "how generations continue after a publish",
     "rollout.replicas": _WRITTEN_ALIKE,
     "rollout.processes": _WRITTEN_ALIKE,
     "rollout.workers": _WRITTEN_ALIKE,

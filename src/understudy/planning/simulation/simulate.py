@@ -309,15 +309,15 @@ class _Simulation:
             self.later(self.trainer, self.costs.publish, self.publish)
 
     def publish(self) -> None:
-        """Publishes a window's weights. Rows in flight continue with them, after a prefill of their tokens so
-        far."""
+        """Publishes a window's weights. Rows in flight continue with them, with `recompute_kv` after a prefill of
+        their tokens so far."""
         self.published += 1
         self.training = self.draining = False
         self.trainer.set_active(self.time, 0)
         self.now_running(self.running)
         busy = (side.busy_until(self.time) for side in (self.trainer, self.rollout, self.teacher))
         self.marks.append((self.time, *busy, self.rows_seconds))
-        if self.costs.prefill_token:
+        if self.work.recompute_kv and self.costs.prefill_token:
             for engine in self.engines:
                 if engine.rows:
                     self.catch_up(engine)
