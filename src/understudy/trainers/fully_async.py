@@ -164,7 +164,6 @@ class _AsyncRun:
         return training_columns(settings.loss, settings.scored)
 
     # --- admit
-    # ------------------------------------------------------------------------------------------------
 
     async def admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start producers for as many prompts as there are free slots, window after window."""
@@ -219,7 +218,6 @@ class _AsyncRun:
             producer.cancel()
 
     # --- train
-    # ------------------------------------------------------------------------------------------------
 
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system

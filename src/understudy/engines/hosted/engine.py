@@ -101,7 +101,7 @@ class HostedEngine:
         """By host: prompt and new tokens of its requests in flight."""
         return {host.name: host.outstanding_tokens for host in self._replicas.all}
 
-    # --- generation -------------------------------------------------------------------------------------------
+    # --- generation
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         if not requests:
@@ -187,7 +187,7 @@ class HostedEngine:
         gone = host.resting_until != 0.0 and host.name not in self._restarting
         return gone and self._restarts[host.name].spent
 
-    # --- who computes beside the engine in its processes -------------------------------------------------------
+    # --- who computes beside the engine in its processes
 
     @property
     def hosts(self) -> list[str]:
@@ -214,7 +214,7 @@ class HostedEngine:
         (replica,) = (one for one in self._replicas.all if one.name == host)
         self._lost(replica, self._channels[host], problem)
 
-    # --- control ----------------------------------------------------------------------------------------------
+    # --- control
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._closed:
@@ -261,7 +261,7 @@ class HostedEngine:
             raise EngineError("the engine is closed")
         await asyncio.gather(*(tell(host) for host in self._serving))
 
-    # --- loss and restart of hosts --------------------------------------------------------------------------
+    # --- loss and restart of hosts
 
     def _lost(self, host: EngineReplica, channel: HostChannel, problem: str) -> None:
         """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""

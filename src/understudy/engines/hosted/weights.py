@@ -155,7 +155,7 @@ class WeightDelivery:
             if lost is not None:
                 raise lost
 
-    # --- hosts on other machines ------------------------------------------------------------------------------
+    # --- hosts on other machines
 
     async def _broadcast(self, version: int, remote: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
         """Sends to all remote hosts at once; then to each host alone that missed it because another died."""
@@ -283,7 +283,7 @@ class WeightDelivery:
         self._groups += 1
         return f"weights-{self._groups}"
 
-    # --- hosts on this machine --------------------------------------------------------------------------------
+    # --- hosts on this machine
 
     async def _tell(self, hosts: Sequence[HostChannel], order: WeightsOrder) -> dict[HostChannel, HostLost]:
         answers = await asyncio.gather(

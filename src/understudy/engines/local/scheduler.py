@@ -114,7 +114,7 @@ class Scheduler:
         """No token is being computed; `pause` waits for this."""
         self._thread: threading.Thread | None = None
 
-    # --- called from outside ---------------------------------------------------------------------------------
+    # --- called from outside
 
     def submit(self, call: Call) -> None:
         with self._changed:
@@ -171,7 +171,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
 
-    # --- the worker thread ------------------------------------------------------------------------------------
+    # --- the worker thread
 
     @torch.inference_mode()
     def _run(self) -> None:

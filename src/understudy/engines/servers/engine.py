@@ -122,7 +122,7 @@ class RemoteEngine:
     def _client(self, name: str, endpoint: Endpoint) -> GenerationClient:
         return GenerationClient(name, self._dialect, endpoint, most=self._connections, traffic=self.traffic)
 
-    # --- generation -------------------------------------------------------------------------------------------
+    # --- generation
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         for request in requests:
@@ -277,7 +277,7 @@ class RemoteEngine:
         with self._counted():
             return await self._clients[replica.name].post(path, body, self._deadline_s)
 
-    # --- control ----------------------------------------------------------------------------------------------
+    # --- control
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._changing:

@@ -108,7 +108,6 @@ class _Simulation:
         self.order = 0
 
     # --- time
-    # -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self.admit()
@@ -136,7 +135,6 @@ class _Simulation:
         self.rows_counted, self.running = self.time, rows
 
     # --- rollout
-    # ----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         limit = self.windows.admissible(self.published, self.windows.slots)
@@ -224,7 +222,6 @@ class _Simulation:
         self.publish_if_drained()
 
     # --- host and teachers
-    # ------------------------------------------------------------------------------------
 
     def handle(self) -> None:
         if self.host.active or not self.to_handle:
@@ -261,7 +258,6 @@ class _Simulation:
         self.score()
 
     # --- trainer
-    # ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Starts the next update once its rows are there: a batch in order of arrival; the window's last
