@@ -15,11 +15,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "speed.md"
 INTRO = """# Speed
 
-Written by `docs/reference/speed_page.py` from the files in `benchmarks/results`: the newest of each benchmark and machine. Every row is a goal, met or
-missed, beside a peer or a floor that was measured in the same run; rows without a goal are left out. A goal is open
-if the 95 % interval of a measurement lies on both sides of it. What was tried on the way, and why some goals
-are missed, stands in [experiments](experiments.md) and [fully async](async.md). `python benchmarks/one_gpu/suite.py`
-runs the benchmarks for one GPU one after another, in pieces that fit the time it is lent for.
+`docs/reference/speed_page.py` writes this page from the files in `benchmarks/results`, with the newest file of each benchmark
+and machine. Every row of the tables has a goal and compares a measurement with a peer, or with a lower bound, measured in the
+same run. Rows without a goal are left out, except for the parts of a step. A goal is open if the 95 % interval of a
+measurement includes it. [Experiments](experiments.md) and [fully async](async.md) describe what was tried, and why some
+goals are missed. `python benchmarks/one_gpu/suite.py` runs the benchmarks for one GPU one after another, in pieces of
+limited length.
 """
 
 
@@ -37,26 +38,26 @@ class Section:
 
 SECTIONS = (
     Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
-    Section("The price of determinism = full on a GPU", "determinism-nvidia", "python benchmarks/step.py --determinism", besides="of a step"),
+    Section("Cost of determinism = full on a GPU", "determinism-nvidia", "python benchmarks/step.py --determinism", besides="of a step"),
     Section("An update of the student on a GPU", "update-nvidia", "python benchmarks/one_gpu/update_profile.py", besides="of an update"),
     Section("Rows of 32,000 tokens on one GPU", "long_context-nvidia", "python benchmarks/one_gpu/long_context.py TEACHER STUDENT TRAIN.jsonl", besides="of a step"),
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
-    Section("The start and the end of the quickstart", "start", "python benchmarks/start.py"),
+    Section("Start and end of the quickstart", "start", "python benchmarks/start.py"),
     Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 2 1 --kv-cache model fp8"),
-    Section("Fully async on a CPU, rollouts of long-tailed length", "async-aarch64", "python benchmarks/async.py"),
+    Section("Fully async on a CPU, rollouts with long-tailed lengths", "async-aarch64", "python benchmarks/async.py"),
     Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses/losses.py", only=r"(top-64|full) forward KL: "),
     Section("Losses on a CPU", "losses-cpu", "python benchmarks/losses/losses_cpu.py"),
     Section("Teacher scoring on a GPU", "scoring-nvidia", "python benchmarks/scoring.py", only="delivered"),
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
     Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout/rollout.py"),
-    Section("Rollouts of a public load on a GPU", "public_load-nvidia", "python benchmarks/rollout/public_load.py"),
-    Section("What the simulation predicts, beside what was measured on a GPU", "simulation-nvidia", "python benchmarks/simulation.py"),
+    Section("Rollouts of a public workload on a GPU", "public_load-nvidia", "python benchmarks/rollout/public_load.py"),
+    Section("Predictions of the simulation and measurements on a GPU", "simulation-nvidia", "python benchmarks/simulation.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
-    Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
+    Section("The trainer's cost per generation of a remote worker", "worker_tokens", "python benchmarks/rollout/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
     Section("The data plane with up to 1,000,000 rows held", "dataplane_held", "python benchmarks/dataplane.py --held"),
     Section("The page on a run of 100,000 rows", "viewer-aarch64", "python benchmarks/viewer.py", besides="of a core|processes"),
-    Section("What an open page costs a trainer, on two cores that nothing else uses", "viewer_trainer", "python benchmarks/viewer.py --only-trainer", besides="of a core|processes"),
+    Section("Cost of an open page for a trainer, on two idle cores", "viewer_trainer", "python benchmarks/viewer.py --only-trainer", besides="of a core|processes"),
     Section("What keeping rows costs a step, on a CPU", "keep_rows-aarch64", "python benchmarks/step_cpu.py --keep-rows"),
     Section("What keeping rows costs a step, on a GPU", "keep_rows-nvidia", "python benchmarks/keep_rows_cost.py 2 cpu.json train recipes/gsm8k/qwen/forward-kl.toml"),
     Section("Eight-bit teachers on a GPU", "teacher_bits-nvidia", "python benchmarks/teachers/bits.py MODEL TEXT.jsonl --device cuda --dtype bfloat16 --bits fp8"),
@@ -74,10 +75,10 @@ def _section(section: Section) -> str:
     goals = [row for row in rows if row.get("goal") and re.search(section.only, row["name"])]
     lines = [f"## {section.title}", "", f"`{section.command}`, {newest.name}", ""]
     if goals:
-        lines += ["| | | beside | ratio | goal | |", "|---|---|---|---|---|---|", *map(_goal, goals), ""]
+        lines += ["| measurement | value | beside | ratio | goal | |", "|---|---|---|---|---|---|", *map(_goal, goals), ""]
     besides = [row for row in rows if section.besides and re.search(section.besides, row["unit"])]
     if besides:
-        lines += ["| | |", "|---|---|"]
+        lines += ["| part | value |", "|---|---|"]
         lines += [f"| {row['name']} | {_number(row['value'])} {row['unit']} |" for row in besides] + [""]
     return "\n".join(lines)
 
