@@ -1,9 +1,8 @@
-"""Show the resolved recipe, the processes and memory a run would use, and who sits where."""
+"""Show what a run would do: the keys that the recipe sets, the processes, their memory and their devices."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import gpu_memory, visible_gpus
+from understudy.config.recipe import Recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.errors import ConfigError
 from understudy.observability.redact import redact
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
             partial=recipe.trainer.partial_rollouts,
         )
         return
-    console.print_json(json.dumps(redact(recipe.model_dump())))
+    _print_changed_keys(recipe, console)
     table = Table(title="processes", title_justify="left")
     for column in ("name", "what it does", "device", "parameters", "memory", "at work"):
         right = column in ("parameters", "memory", "at work")
@@ -115,3 +115,10 @@ def run(options: argparse.Namespace) -> None:
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
+
+
+def _print_changed_keys(recipe: Recipe, console: Console) -> None:
+    """The keys with another value than their default, as TOML. They are few; all keys would fill several screens."""
+    changed = redact(as_tables(recipe, defaults=False))
+    console.print(recipe_as_toml(changed), highlight=False, markup=False, soft_wrap=True)
+    console.print("All other keys have their defaults; --toml prints every key.\n", highlight=False)
