@@ -50,12 +50,12 @@ def own_prompt_column(teacher: str) -> str:
 
 def sizes_of(trajectory: Trajectory) -> dict[str, int]:
     """A row's `SIZES`. Versions are −1 if none of its tokens was generated."""
-    versions = [version for version in set(trajectory.weight_versions.tolist()) if version >= 0]
+    versions = trajectory.weight_versions[trajectory.weight_versions >= 0]
     return {
         "tokens": len(trajectory.tokens),
         "loss": int(np.count_nonzero(trajectory.loss_mask)),
-        "oldest": min(versions, default=-1),
-        "newest": max(versions, default=-1),
+        "oldest": int(versions.min()) if len(versions) else -1,
+        "newest": int(versions.max()) if len(versions) else -1,
     }
 
 
