@@ -221,8 +221,9 @@ class DecodingRows:
                 continue
             # A character is at most four byte tokens, so this many of the newest tokens hold the whole string.
             window = 4 * max(map(len, stops)) + 4
-            newest = [*row.tokens, *self._tokens_NB[: self._step, i].tolist()][-window:]
-            text = self._detokenize(newest)
+            drawn = self._tokens_NB[max(self._step - window, 0) : self._step, i].tolist()
+            before = row.tokens[max(len(row.tokens) + len(drawn) - window, 0) :]
+            text = self._detokenize([*before, *drawn])
             has_stop_string_B[i] = any(stop in text for stop in stops)
         return has_stop_string_B
 
