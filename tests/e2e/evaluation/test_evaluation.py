@@ -293,6 +293,26 @@ def test_batch_and_number_format_of_a_model_that_is_no_run(
     assert made == [("torch.float32", 64), ("torch.bfloat16", 2)]
 
 
+def test_teachers_are_evaluated_within_the_context_of_the_student(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher's engine took the model's whole context: with an agent loop on a GPU too much to reserve for every row."""
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:4]) + "\n")
+    contexts: list[int] = []
+    greedy = Evaluator.greedy
+    monkeypatch.setattr(
+        Evaluator, "greedy", lambda self, *given, **named: contexts.append(self.context) or greedy(self, *given, **named)
+    )  # fmt: skip
+    table = recipe(
+        data__eval=str(data), trainer__steps=1, trainer__eval_teachers=True, rollout__context_length=48
+    )
+    for key in table["teachers"]:  # of the fixture's servers nothing is measured
+        table["teachers"][key] = {"model": str(ASSETS / "models" / f"teacher-{key}"), "key": key}
+    understudy.train(table, progress=False)
+    assert len(contexts) == 4 and set(contexts) == {48}, "the student, both teachers, then the student again"
+
+
 def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: Path) -> None:
     """`--max-new-tokens` counts, not the run's own budget: it used to let problems through that then failed."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:3]
