@@ -45,11 +45,25 @@ class Task:
     command: str
     seconds: float
     needs: tuple[str, ...] = ()
-    """Files or folders, from the project's root."""
+    """Files or folders, from the project's root, or environment variables that name one: `$UNDERSTUDY_VLLM_PYTHON`."""
+    makes: str = ""
+    """What the task is for: where it exists already, the task is left out."""
+
+    @property
+    def missing(self) -> list[str]:
+        return [place for place in self.needs if not _place(place).exists()]
+
+    @property
+    def made(self) -> bool:
+        return bool(self.makes) and _place(self.makes).exists()
 
     @property
     def ready(self) -> bool:
-        return all((ROOT / place).exists() for place in self.needs)
+        return not self.missing
+
+
+def _place(name: str) -> Path:
+    return ROOT / os.path.expandvars(name)
 
 
 def read_tasks(path: Path, only: str = "") -> list[Task]:
@@ -96,6 +110,7 @@ def main() -> None:
     done = ended(out)
     left = [task for task in read_tasks(options.tasks, options.only) if task.name not in done]
     while left and (rest := deadline - time.monotonic()) > 0:
+        left = [one for one in left if not one.made]
         task = next((one for one in left if one.ready and one.seconds <= rest), None)
         if task is None:
             if not options.wait or all(one.ready for one in left):
@@ -112,7 +127,7 @@ def main() -> None:
         shown = (out / f"{task.name}.log").read_text(errors="replace")[-_SHOWN_CHARACTERS:]
         print(f"{shown.rstrip()}\n== {line['name']}: {ending}, {line['seconds']:.0f} s\n", flush=True)
     for task in left:
-        missing = ", ".join(place for place in task.needs if not (ROOT / place).exists())
+        missing = ", ".join(task.missing)
         print(
             f"{task.name}: not run, {'needs ' + missing if missing else f'needs {task.seconds:.0f} s'}",
             flush=True,

@@ -67,6 +67,26 @@ time.sleep(600)
         time.sleep(0.05)
 
 
+def test_what_a_task_needs_may_be_named_by_a_variable_and_what_it_makes_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    making = (
+        task("making", f"open({str(made)!r}, 'w')", needs='["$PLACE_OF_THE_SUITE"]')
+        + f"makes = {str(made)!r}\n"
+    )
+    tasks = task("first", "") + making
+    output, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first"]
+    assert "making: not run, needs $PLACE_OF_THE_SUITE" in output
+    monkeypatch.setenv("PLACE_OF_THE_SUITE", str(tmp_path))
+    _, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first", "making"] and made.exists()
+    (tmp_path / "out" / "tasks.jsonl").unlink()
+    _, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first"], "what the other task makes is there"
+
+
 def archived(path: Path) -> dict[str, bytes]:
     with tarfile.open(path) as archive:
         return {name: archive.extractfile(name).read() for name in archive.getnames()}
