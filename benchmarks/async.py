@@ -168,9 +168,11 @@ def main() -> None:
     gpu.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     gpu.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"processes": 1}')
     gpu.add_argument(
-        "--partial",
-        action="store_true",
-        help="one more run whose rollouts go on under new weights (partial_rollouts)",
+        "--publish",
+        nargs="*",
+        choices=["drain", "recompute", "keep"],
+        default=["drain"],
+        help="what a publish does to rollouts in progress: wait for them, or let them continue with keys and values computed again or kept",
     )
     gpu.add_argument(
         "--mps", action="store_true", help="one more run under the driver's multi-process service"

@@ -45,7 +45,13 @@ MAIN = "fully async, staleness 1"
 MPS = ", MPS"
 EVERY = ", publishing every "
 FP8 = ", keys and values in fp8"
-PARTIAL = ", rows go on under new weights"
+PUBLISH = {
+    "drain": "",
+    "recompute": ", rollouts continue",
+    "keep": ", rollouts continue with their keys and values",
+}
+"""What a publish does to the rollouts in progress: it waits for them, or they continue under the new weights with keys and values
+that are computed again or kept."""
 PEER = "TRL 1.16 + vLLM colocated"
 _LEAST_SECONDS = 35.0
 """A run is not started with less time left than this."""
@@ -95,13 +101,13 @@ def _order(options: argparse.Namespace) -> list[str]:
     publishing = [f"{EVERY}{one} updates" if one > 1 else "" for one in options.every]
     kept = [FP8 if one == "fp8" else "" for one in options.kv_cache]
     shared = [
-        MAIN + one + other + (MPS if options.mps else "")
+        MAIN + one + other + PUBLISH[kind] + (MPS if options.mps else "")
+        for kind in options.publish
         for other in kept
         for one in publishing
-        if one or other or options.mps
+        if one or other or PUBLISH[kind] or options.mps
     ]
-    partial = [MAIN + PARTIAL + (MPS if options.mps else "")] if options.partial else []
-    return [*ours[:1], *peer, *shared, *partial, *sync, *ours[1:]]
+    return [*ours[:1], *peer, *shared, *sync, *ours[1:]]
 
 
 def _ours(
@@ -114,19 +120,25 @@ def _ours(
 ) -> Timing | str:
     if system == "sync":
         return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
-    narrow, partial = FP8 in system, PARTIAL in system
-    degree, _, rarely = system.removesuffix(MPS).removesuffix(PARTIAL).removesuffix(FP8).partition(EVERY)
+    plain = system.removesuffix(MPS)
+    kind = next(kind for kind in ("keep", "recompute", "drain") if plain.endswith(PUBLISH[kind]))
+    plain, partial = plain.removesuffix(PUBLISH[kind]), kind != "drain"
+    narrow = plain.endswith(FP8)
+    degree, _, rarely = plain.removesuffix(FP8).partition(EVERY)
     staleness, every = float(degree.rsplit(" ", 1)[1]), int(rarely.split()[0]) if rarely else 1
     # Three windows until every party is busy: two were written while the first update compiled, and the
     # third right after.
     longer = replace(shape, skip=3 * every, steps=3 * every + options.counted * every)
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": partial}
     trainer |= {"sync_every": every}
-    engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch * every}
+    # With staleness 1, rollouts of two windows are in progress unless a publish waits for those of one.
+    together = shape.batch * (2 if partial else every)
+    engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or together}
+    engine |= {"recompute_kv": False} if kind == "keep" else {}
     engine |= {"kv_cache": "fp8"} if narrow else {}
     engine |= json.loads(options.engine)
     if not system.endswith(MPS):
-        name = f"async-{staleness:g}-{every}" + "-fp8" * narrow + "-partial" * partial
+        name = f"async-{staleness:g}-{every}" + "-fp8" * narrow + f"-{kind}"
         # A run would start the service by itself (`run.mps`).
         return run_ours(longer, folder, *given, timeout, engine, trainer, name, run_keys={"mps": "off"})
     control = shutil.which("nvidia-cuda-mps-control")
@@ -140,7 +152,7 @@ def _ours(
             timeout,
             engine,
             trainer,
-            f"async-mps-{every}" + "-fp8" * narrow + "-partial" * partial,
+            f"async-mps-{every}" + "-fp8" * narrow + f"-{kind}",
             environment,
         )
 
