@@ -37,28 +37,28 @@ class DataConfig(Section):
     """`[data]`: prompts, rewards, and which teacher scores a row."""
 
     train: Sources
-    """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub
-    datasets (`"org/name:train"`); one, or a list. Relative to the recipe."""
+    """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub datasets
+    (`"org/name:train"`); one source or a list. Paths are relative to the recipe."""
     eval: Sources | None = None
-    """Held-out problems of the same shape."""
+    """Held-out problems in the same format."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The longest prompt, as the student sees it; what the context leaves beside `rollout.max_new_tokens`
-    when not set."""
+    """Length of the longest prompt, as the student sees it; by default what `rollout.max_new_tokens` leaves of
+    the context."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to a row with a longer prompt: the recipe is refused, the row is dropped, or the prompt
-    loses its first tokens."""
+    """What happens to a row with a longer prompt: the recipe is refused, the row is dropped, or the first tokens
+    of the prompt are cut."""
     max_image_bytes: Annotated[int, Field(ge=1)] = 20_971_520
-    """The largest file of a picture; the row of a larger one becomes a dead letter."""
+    """Largest size of a picture file; a row with a larger one becomes a dead letter."""
     max_image_pixels: Annotated[int, Field(ge=1)] = 33_554_432
-    """The most pixels of a picture, read from its header before it is decoded."""
+    """Largest number of pixels of a picture, read from its header before it is decoded."""
     reward: str | None = None
-    """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature;
-    needed for accuracy and for `task_coef`. Modules beside the recipe are found."""
+    """`"module:function"`: a function that takes (row, text) and returns a float, or one with verl's `compute_score`
+    signature. Accuracy and `task_coef` need it. Modules beside the recipe are found."""
     teacher_key: str = "data_source"
     """The column that chooses the teacher."""
     mixture_key: str = "teacher_weights"
-    """A column `{teacher: weight}`; a row that has it is scored by that mixture of teachers instead."""
+    """A column `{teacher: weight}`; a row that has it is scored by that mixture of teachers."""
     default_teacher: str | None = None
-    """Scores rows whose column names no teacher; without it they are an error."""
+    """The teacher that scores rows whose column names no teacher; without this key they are an error."""
     shuffle: bool = True
-    """Take rows in an order drawn anew for each pass from `run.seed`; false keeps the files' order."""
+    """Shuffle the rows for each pass with `run.seed`; `false` keeps the files' order."""

@@ -30,7 +30,7 @@ Model = Annotated[str, AfterValidator(_named)]
 
 
 class LoraConfig(Section):
-    """`[student.lora]`: train small adapters and freeze the weights themselves (needs the `lora` extra)."""
+    """`[student.lora]`: train small adapters and freeze the model's own weights (needs the `lora` extra)."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Inner dimension of an adapter."""
@@ -39,11 +39,11 @@ class LoraConfig(Section):
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Suffixes of the names of the linear layers that get an adapter."""
+    """Linear layers that get an adapter, by the last part of their names."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engine processes (`rollout.processes`) get after an update: whole weights, or the adapters alone,
-    which they merge into the weights they loaded. `adapter` sends little, but each engine keeps the adapted
-    layers twice."""
+    """What engine processes (`rollout.processes`) get after an update: all weights, or only the adapters,
+    which they merge into the weights they loaded. `adapter` sends little data, but each engine keeps the
+    adapted layers twice."""
 
 
 class StudentConfig(Section):
@@ -56,14 +56,14 @@ class StudentConfig(Section):
     trust_remote_code: bool = False
     """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
     attention: Attention = "auto"
-    """For training, and for generation by `rollout.engine = "hf"`."""
+    """Attention implementation for training, and for generation with `rollout.engine = "hf"`."""
     dtype: DType = "float32"
-    """Dtype of the weights in forward and backward; masters stay float32."""
+    """Dtype of the weights in forward and backward; master weights stay float32."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. With `trainer.ranks` above 1, `cuda:N` puts all ranks on that GPU, where they
-    exchange tensors through host memory: to try a layout on one GPU, not for speed."""
+    exchange tensors through host memory: this serves to try a layout on one GPU and is slow."""
     freeze_vision: bool = True
-    """Of a vision-language student train the language part alone; false trains the vision part too."""
+    """For a vision-language student: train only its language part; `false` trains the vision part too."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
@@ -84,41 +84,41 @@ class TeacherConfig(Section):
     """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it
     serves. `student`: the student itself, in the version that `version` names."""
     version: Literal["start", "live", "ema"] | Annotated[int, Field(ge=1)] | None = None
-    """Of `model = "student"`: its weights at the start of the run (default), those last published, their
-    running average (`trainer.ema_decay`), or those of N publishes before the last."""
+    """With `model = "student"`: which weights score. `start`: those at the start of the run (default); `live`: those
+    last published; `ema`: their running average (`trainer.ema_decay`); N: those of N publishes before the last."""
     revision: str | None = None
     """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
     trust_remote_code: bool = False
     """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
     attention: Attention = "auto"
-    """For scoring, in processes that this run starts."""
+    """Attention implementation for scoring, in processes that this run starts."""
     vocabulary: Literal["equal", "align"] = "equal"
-    """`equal`: its token ids are the student's, which is checked. `align`: it may have another tokenizer; the bytes
-    of a completion are tokenized anew, and it reads its own chat template."""
+    """`equal`: the teacher has the student's token ids, which is checked. `align`: it may have another tokenizer.
+    The bytes of a completion are then tokenized again, and the teacher uses its own chat template."""
     prompt: str | list[dict[str, str]] | None = None
-    """A Jinja template over the row's columns: what this teacher reads in place of the student's prompt. A
-    text stands for a plain prompt, or for the last user message of a chat; a list of `{role, content}`, each
-    content a template, for the whole chat. Not set: the student's prompt."""
+    """What this teacher reads in place of the student's prompt: a Jinja template over the row's columns. A text
+    replaces a plain prompt, or the last user message of a chat. A list of `{role, content}`, each content a
+    template, replaces the whole chat. By default the teacher reads the student's prompt."""
     prompt_column: str | None = None
-    """The same from a column of the row: text or messages."""
+    """Column of the row with such a prompt: text or messages."""
     key: str | None = None
     """Value of the routing column whose rows this teacher scores; a single teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
-    """How many server processes hold this teacher."""
+    """Number of server processes that hold this teacher."""
     placement: Annotated[str, WithJsonSchema({"type": "string", "enum": [*_PLACEMENTS]})] = "standalone"
-    """`pool` (a slice of a named pool), `standalone` (own processes and devices), `external` (`urls`), or the frozen
-    base of a LoRA student without a copy of its own: `trainer` in the trainer's process, `engine` in every engine process
+    """`pool` (part of a named pool), `standalone` (own processes and devices) or `external` (`urls`). The frozen base of
+    a LoRA student needs no copy: `trainer` scores in the trainer's process, `engine` in every engine process
     (`rollout.processes`)."""
     pool: str | None = None
-    """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
+    """Name of the `[cluster.pools]` entry whose machines the replicas use (`placement = "pool"` only)."""
     urls: list[str] = Field(default=[])
-    """Running scoring servers (`external` only)."""
+    """Addresses of running scoring servers (`placement = "external"` only)."""
     backend: Literal["auto", "native", "vllm", "sglang", "openai"] = "auto"
-    """Kind of server at `urls`; `auto` asks it. Set it if a gateway answers every path alike. Without `urls`: `vllm`
-    are vLLM servers that the run starts and watches, `auto` and `native` replicas of our own."""
+    """Kind of server at `urls`; `auto` detects it. Set it if a gateway answers every path alike. Without `urls`, `vllm`
+    means vLLM servers that the run starts and watches, and `auto` and `native` mean our own replicas."""
     vllm_python: str | None = None
-    """The interpreter of an environment that has vLLM (`backend = "vllm"` without `urls`); the variable
-    UNDERSTUDY_VLLM_PYTHON when not set."""
+    """The Python interpreter of an environment that has vLLM (`backend = "vllm"` without `urls`); by default the
+    environment variable UNDERSTUDY_VLLM_PYTHON."""
     engine_args: list[str] = Field(default=[])
     """Further arguments of the command line of such vLLM servers, for example
     `"--gpu-memory-utilization=0.4"`."""
@@ -127,18 +127,19 @@ class TeacherConfig(Section):
     dtype: DType = "float32"
     """Dtype of the weights in replicas that this run starts."""
     quantize: Literal["int8", "fp8"] | None = None
-    """Weights of the replicas in eight bits: `int8`, or `fp8` weights and products of the layers (GPUs from compute
-    capability 8.9 on) with head and embedding in int8. A replica measures at its start what that changes."""
+    """Keeps the replicas' weights in eight bits. `fp8` uses float8 weights and products in the layers (GPUs from compute
+    capability 8.9 on), with head and embedding in int8. A replica measures the change at its start."""
     quantize_tolerance: Annotated[float, Field(gt=0)] = 0.05
-    """Nats of KL that `quantize` may change on the fixed tokens; a replica that is further off is refused."""
+    """Largest mean KL, in nats, by which `quantize` may change the scores of the fixed tokens; a replica above it
+    is refused."""
     offload: Literal["all"] | Annotated[int, Field(ge=0)] = 0
-    """How many of a replica's last decoder layers stay in host memory and are copied to the GPU for every forward;
-    `all` of them. For a teacher that does not fit; scores are the same to the bit. No effect on a CPU."""
+    """Number of a replica's last decoder layers (or `all`) that stay in host memory and are copied to the GPU for every
+    forward. For a teacher that does not fit; scores are the same to the bit. No effect on a CPU."""
     device: Device = "auto"
-    """`auto` (a GPU of its own if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other
-    processes use it)."""
+    """`auto` (its own GPU if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other processes use
+    it)."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Processes, and devices, over which one replica's model is sharded."""
+    """Number of processes, each with its device, over which one replica's model is sharded."""
     compile: bool = False
     """Compile the decoder layers: faster on GPUs, some seconds at start."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -148,16 +149,16 @@ class TeacherConfig(Section):
     max_batch_tokens: Annotated[int, Field(ge=1)] = 16384
     """Tokens of one forward pass of a replica."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """After this long without a reply a request is retried on another replica."""
+    """After this time without a reply a request is retried on another replica."""
     outage_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """`external` only: after this long without an answer from any of `urls` the run ends, and can be resumed.
-    Rows wait meanwhile."""
+    """`external` only: after this time without an answer from any of `urls` the run ends, and can be resumed.
+    Rows wait in the meantime."""
     hedge_after_seconds: Annotated[float, Field(gt=0)] | None = None
-    """After this long a second replica is asked as well, and the first reply wins; not set: never."""
+    """After this time a second replica is asked as well, and the first reply wins; by default never."""
     cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Bytes of scores to keep in memory for repeated requests; 0 keeps none."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of one sequence, prompt + response + 1; the model's own limit when not set."""
+    """Largest number of tokens of one sequence, prompt + response + 1; by default the model's own limit."""
 
     @field_validator("placement")
     @classmethod

@@ -26,34 +26,36 @@ class RolloutConfig(Section):
     """`[rollout]`: how the student generates."""
 
     engine: Literal["hf", "vllm", "sglang", "openai"] = "hf"
-    """What generates: `hf` runs in this process; `vllm` are servers that the run starts and watches, or
-    running ones at `urls`; `sglang` and `openai` (completions over token ids) are running servers."""
+    """What generates the tokens: `hf` in the trainer's process (or in `processes`); `vllm` with servers that the
+    run starts and watches, or with running ones at `urls`; `sglang` and `openai` (completions over token ids)
+    with running servers."""
     processes: Annotated[int, Field(ge=0)] = 0
-    """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results
-    are the same. On a Ray cluster they may run on other machines (`cluster.roles.rollout`)."""
+    """Separate processes for the `hf` engine, each with a whole student; 0 runs it in the trainer's process.
+    Results are the same. On a Ray cluster they may run on other machines (`cluster.roles.rollout`)."""
     replicas: Annotated[int, Field(ge=1)] = 1
     """vLLM servers to start; each holds the whole student. On a Ray cluster they may run on other machines
     (`cluster.roles.rollout`)."""
     devices: list[VisibleDevices] = Field(default=[])
-    """The GPUs of each vLLM server or engine process, in the form of CUDA_VISIBLE_DEVICES (`["1", "2,3"]`);
-    an engine process takes one. Empty leaves the choice to vLLM."""
+    """The GPUs of each vLLM server or engine process, written as in CUDA_VISIBLE_DEVICES (`["1", "2,3"]`);
+    an engine process takes one. By default they are assigned automatically."""
     vllm_python: str | None = None
-    """The interpreter of an environment that has vLLM; the variable UNDERSTUDY_VLLM_PYTHON when not set."""
+    """The Python interpreter of an environment that has vLLM; by default the environment variable
+    UNDERSTUDY_VLLM_PYTHON."""
     engine_args: list[str] = Field(default=[])
     """Further arguments of vLLM's command line, for example `"--gpu-memory-utilization=0.4"`."""
     urls: list[str] = Field(default=[])
-    """Running servers that hold the student; they must see this machine's file system (`snapshots`) to get
-    new weights."""
+    """Addresses of running servers that hold the student. To get new weights they must see this machine's file
+    system (`snapshots`)."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of the servers at `urls`."""
     served_model: str = "student"
     """The student's model name on the servers at `urls`."""
     snapshots: str | None = None
-    """Folder through which servers get new weights; when not set, shared memory (/dev/shm), which only this
+    """Folder through which servers get new weights; by default shared memory (/dev/shm), which only this
     machine sees."""
     live_weights: bool = True
-    """Send every new version of the student to the servers. `false` generates with the weights they serve:
-    off-policy."""
+    """Send every new version of the student to the servers. With `false` they generate with the weights they
+    already have, which is off-policy."""
     agent: str = "single_turn"
     """A built-in agent loop, or `"module:Class"`. A row's `agent` column may choose another built-in one, or
     one that `agent_options` names."""
@@ -64,30 +66,31 @@ class RolloutConfig(Section):
     """Passed to the chat template unchanged (`enable_thinking = false`). `chat_template` chooses the template itself: the
     name of one of the tokenizer's, or a template's text."""
     template_date: Annotated[str, AfterValidator(_day)] | None = None
-    """The day that chat templates see as today's (`strftime_now`), as `"2026-11-19"`; when not set, the day the run
-    began, also after a resume."""
+    """The day that chat templates see as today (`strftime_now`), for example `"2026-11-19"`; by default the day on
+    which the run began, also after a resume."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that run agent loops; 0 runs them all in the trainer's. On other machines
-    (`cluster.roles.workers`), with rows through TransferQueue, they also compute rewards, have rows scored
-    and write them."""
+    """Processes that run agent loops; 0 runs all loops in the trainer's process. On other machines
+    (`cluster.roles.workers`), with rows through TransferQueue, these processes also compute rewards, have rows
+    scored and write them."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Sessions per prompt."""
+    """Sessions (attempts) per prompt."""
     off_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the sessions whose answer is the row's own (`answer_column`) instead of the student's; teachers
-    score it in the same way. 1 − GKD's λ. See "Given answers" in docs/losses.md."""
+    """Share of the sessions that take their answer from the row (`answer_column`) instead of the student; teachers
+    score it in the same way. This is 1 − GKD's λ. See "Given answers" in docs/losses.md."""
     answer_column: str = "answer"
     """The column with the answers of `off_policy`: text, or a list with one assistant message; a demonstration, what
     a teacher wrote, or TRL's `completion`."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Most tokens of one turn."""
+    """Largest number of tokens that the student writes in one turn."""
     max_trajectory_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens that the student writes in all turns of a trajectory together; limited only by the context
-    when not set."""
+    """Largest number of tokens that the student writes in all turns of a trajectory together; by default
+    limited only by the context."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a rollout, prompt and all turns; the student's own limit when not set. Engines reserve
-    memory for it; the `hf` engine on a GPU, where it is not set and rows have one turn, for the longest prompt and its answer."""
+    """Largest number of tokens of a rollout, prompt and all turns together; by default the student's own limit.
+    Engines reserve memory for it. If it is not set and rows have one turn, the `hf` engine on a GPU reserves
+    memory for the longest prompt and its answer."""
     max_batch: Annotated[int, Field(ge=1)] = 128
-    """Requests the engine decodes together."""
+    """Largest number of requests that the engine decodes together."""
     kv_cache: Literal["model", "fp8"] = "model"
     """How the `hf` engine on a GPU stores keys and values: in the student's precision, or in eight bits (a
     scale for every head and token), which nearly halves the memory and what a decode step reads. The model
@@ -101,11 +104,11 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Temperature of sampling; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this probability mass; 1 keeps every token."""
+    """Sample from the smallest set of tokens that has this probability mass; 1 keeps every token."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0 keeps every token."""
+    """Sample from this many of the most likely tokens; 0 keeps every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens less likely than this times the most likely one; 0 keeps every token."""
+    """Drop tokens that are less likely than this factor times the most likely one; 0 keeps every token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1 makes tokens that occurred before less likely."""
     stop: list[str] = Field(default=[])
@@ -118,12 +121,12 @@ class RolloutConfig(Section):
     """Drop prompts whose sessions all got the same reward (no advantage, nothing to learn) and draw new ones
     instead."""
     max_refills: Annotated[int, Field(ge=0)] = 10
-    """How often a step draws new prompts for filtered ones; then it trains on the rows it has."""
+    """How many times a step may draw new prompts for filtered ones; after that it trains on the rows it has."""
     overlong: Literal["keep", "drop"] = "keep"
-    """`drop`: responses cut off by `max_new_tokens` carry no loss; they are incomplete, not wrong."""
+    """With `drop`, responses that `max_new_tokens` cut off carry no loss, because they are incomplete, not wrong."""
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Over the last this many of `max_new_tokens`, the reward falls linearly by `overlong_penalty`; of
-    `max_trajectory_tokens` where a trajectory has several turns."""
+    """Over this many last tokens of `max_new_tokens` the reward falls linearly by `overlong_penalty`; for
+    trajectories of several turns, of `max_trajectory_tokens`."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Subtracted from the reward of a response of full length (`overlong_buffer`)."""
 
