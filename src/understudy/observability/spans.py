@@ -47,10 +47,9 @@ class Spans:
         self.last_end = self._zero
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
         if path and self._handle and not _ends_with_a_line(path):
+            # A killed launch left half a line, which would swallow the next one.
             with self._or_warn():
-                self._handle.write(
-                    b"\n"
-                )  # a killed launch left half a line, which would swallow the next one
+                self._handle.write(b"\n")
         self._write("launch", self._zero, self._zero, {"at": round(time.time(), 3)})
 
     @contextmanager

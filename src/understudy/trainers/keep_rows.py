@@ -157,9 +157,8 @@ def _write(
     ]
     pieces = [*(one[:first] for one, first in zip(ids, firsts, strict=True)),
               *(one[first:] for one, first in zip(ids, firsts, strict=True))]  # fmt: skip
-    if (
-        backend is not None
-    ):  # one by one: a batch wakes a thread per core, which costs more than a few short rows
+    if backend is not None:
+        # One by one: a batch wakes a thread per core, which costs more than a few short rows.
         texts = [backend.decode(one, skip_special_tokens=False) for one in pieces]
     else:
         texts = [tokenizer.decode(one) for one in pieces]

@@ -91,11 +91,8 @@ class RemoteEngine:
         self._clients = {
             replica.name: self._client(replica.name, replica.endpoint) for replica in self._replicas.all
         }
-        self._deadline_s, self._deadline_per_token_s, self._timeout_s = (
-            deadline_s,
-            deadline_per_token_s,
-            timeout_s,
-        )
+        self._deadline_s, self._deadline_per_token_s = deadline_s, deadline_per_token_s
+        self._timeout_s = timeout_s
         self._version, self._seeded, self._detokenize = version, seeded, detokenize
         self._unheard = dialect.resume
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
@@ -181,10 +178,8 @@ class RemoteEngine:
         if self._dialect.abort is not None:
             await self._piece(writing)
             return
-        piece, aborted = (
-            asyncio.ensure_future(self._piece(writing)),
-            asyncio.ensure_future(self._abort_signal.wait()),
-        )
+        piece = asyncio.ensure_future(self._piece(writing))
+        aborted = asyncio.ensure_future(self._abort_signal.wait())
         try:
             await asyncio.wait([piece, aborted], return_when=asyncio.FIRST_COMPLETED)
             if piece.done():

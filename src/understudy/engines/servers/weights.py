@@ -201,9 +201,8 @@ class ServerWeights:
         named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
         if self._folder is None:
             size = sum(tensor.nbytes for tensor in named.values())
-            parent = self._snapshots or memory_for(
-                2 * size
-            )  # the newest is removed after the next is written
+            # Twice, because a snapshot is removed only after the next one is written.
+            parent = self._snapshots or memory_for(2 * size)
             self._folder = OwnedFolder("understudy-weights-", parent, tidy=self._snapshots is None)
         folder = self._folder.path / f"v{version}"
         folder.mkdir(exist_ok=True)
