@@ -40,7 +40,6 @@ class EngineReplica:
     resting_until: float = 0.0
     debt: float = 0.0
     debt_at: float = 0.0
-    last_problem: str = ""
     label: str | None = ""
     """The name we gave the server for its weights; None if the server has no such route."""
 
@@ -84,12 +83,11 @@ class Replicas:
         replica.failures = replica.rests = 0
         replica.debt = 0.0
 
-    def failed(self, replica: EngineReplica, tokens: int, problem: str, wait: float = 0.0) -> None:
+    def failed(self, replica: EngineReplica, tokens: int, wait: float = 0.0) -> None:
         """`wait`: seconds that the server itself asked to wait (`Retry-After`), which is not counted as a failure."""
         now = self._clock()
         replica.outstanding_tokens -= tokens
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
-        replica.last_problem = problem
         if wait:
             replica.resting_until = max(replica.resting_until, now + wait)
             return

@@ -221,14 +221,12 @@ class RunView:
                 chunk.media.append(media_of(line))
                 if len(chunk.keys) >= _JOURNAL_ROWS:
                     break
-        except (UnderstudyError, OSError, ValueError, KeyError) as error:
+        except (UnderstudyError, OSError, ValueError, KeyError):
+            # The journal cannot be read now (it is being rewound, say): shown without rows in flight.
             chunk = Chunk("journal", 0, None)
-            self.journal_problem = str(error)
         with self._lock:
             self._rows.replace(chunk)
             self._journal_state = (time.monotonic(), max(stamps))
-
-    journal_problem = ""
 
     # Answers
 

@@ -216,7 +216,7 @@ class RemoteEngine:
                 problem = str(error)
                 wait = error.retry_after if isinstance(error, BusyError) else 0.0
                 # At most half of the time that it has, so that the request can still be tried again.
-                self._replicas.failed(replica, size, problem, min(wait, self._timeout_s / 2))
+                self._replicas.failed(replica, size, min(wait, self._timeout_s / 2))
                 await asyncio.sleep(0.05)
                 # A server may die late in a long generation: then another one is still asked.
                 retried += min(time.monotonic() - began, self._timeout_s / 4)
