@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from understudy.dataplane.journal.schema import FILE_NAME
 from understudy.dataplane.ledger import Ledger
@@ -35,7 +34,7 @@ from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
-from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
+from understudy.trainers.critic.local import critic_state, critic_tensors
 from understudy.trainers.system import Learner, RunState, System
 
 logger = logging.getLogger(__name__)
@@ -48,11 +47,9 @@ def training_state(learner: Learner) -> PolicyState:
     if learner.critic is None:
         return state
     own = learner.critic.state()
-    extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
-    extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
     return replace(
         state,
-        optimizer={**state.optimizer, **extra},
+        optimizer={**state.optimizer, **critic_tensors(own)},
         # A run has one random state, the trainer's, even if its critic is in another process.
         progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
     )
