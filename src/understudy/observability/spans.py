@@ -36,6 +36,9 @@ _within: ContextVar[int | None] = ContextVar("span", default=None)
 
 
 class Spans:
+    """The spans of one launch. They begin and end on the event loop, and a task knows the span in which it was started.
+    `event` is called on the update thread too."""
+
     def __init__(self, path: Path | None) -> None:
         self._handle = path.open("ab") if path else None
         self._warned = False
