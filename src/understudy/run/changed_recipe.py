@@ -218,10 +218,8 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
             continue
-        if (
-            key == "trainer.steps" and after.trainer.passes is not None
-        ):  # computed from the rows when they are read
-            continue
+        if key == "trainer.steps" and after.trainer.passes is not None:
+            continue  # computed from the rows when they are read
         reason = None if key == "trainer.solved_at" and _solutions_are_shown(after) else _accepted(key)
         if key == "trainer.passes":
             reason = f"{reason}; in place of trainer.steps = {old['trainer.steps']}"

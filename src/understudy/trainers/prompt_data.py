@@ -111,9 +111,8 @@ def without_overlong(
         prompts = [seen.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
         renderer.ahead(prompts)
         for prompt in prompts:
-            with suppress(
-                DataError
-            ):  # a prompt that cannot be rendered becomes a dead letter when its turn comes
+            # A prompt that cannot be rendered becomes a dead letter when its turn comes.
+            with suppress(DataError):
                 length = len(renderer.render(prompt, tools=loops.schemas(prompt)))
                 overlong.see(prompt.ordinal, dataset.rows[prompt.ordinal], length)
     return settle_overlong(overlong, dataset, data, rollout)

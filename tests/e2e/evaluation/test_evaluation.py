@@ -136,7 +136,7 @@ def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
     before = (run / "metrics.jsonl").read_bytes()
     code, output = run_cli("resume", str(run))
     assert code == 2 and "step-000004 is damaged" in output, output
-    assert f"The one of step {best} is, but the rows after it are deleted" in output, output
+    assert f"That of step {best} is whole, but the rows after it are deleted" in output, output
     assert store.steps() == [best, 4] and (run / "metrics.jsonl").read_bytes() == before
     (run / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(content)
     code, output = run_cli("resume", str(run), "--quiet")

@@ -189,9 +189,8 @@ class DecodingRows:
         news_3B = drawn.news_3B.numpy()
         self._tokens_NB[self._step], self._logprobs_NB[self._step] = news_3B[0], news_3B[1]
         self._versions_NB[self._step] = self._logits_version_B
-        self._logits_version_B[:] = (
-            self.version
-        )  # weights change between turns only, so these compute the next logits
+        # Weights change between turns only, so the weights of this version compute the next logits.
+        self._logits_version_B[:] = self.version
         self._step += 1
         return self._end_rows(news_3B[2] > 0)
 

@@ -64,7 +64,7 @@ class Call:
         return self.cancelled or self.aborted
 
     def fail(self, error: Exception) -> None:
-        self.cancelled = True
+        self.cancelled = True  # its rows need no more tokens
         self._tell(lambda: self.answer.set_exception(error))
 
     def _tell(self, settle: Callable[[], None]) -> None:

@@ -54,10 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if "=" in (options.simulate or "") and not Path(options.simulate).exists():
-        options.overrides, options.simulate = (
-            [*options.overrides, options.simulate],
-            "",
-        )  # an override, not the run to simulate
+        # `--simulate key=value`: argparse took an override for the run to simulate.
+        options.overrides = [*options.overrides, options.simulate]
+        options.simulate = ""
     plan_simulation.check_flags(options)
     if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: expected GiB of one GPU, above 0")
