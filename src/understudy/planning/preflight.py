@@ -283,11 +283,13 @@ class _Checks:
         whole = None
         if student:
             searched = {number for tokens in models.lacked.values() for number in tokens}
-            whole = with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
-        lengths = {
-            name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}", own_template=True)
-            for name, folder in models.aligned.items()
-        }
+            plain = self.attempt(prompt_length, student, recipe, schemas, searched)
+            whole = with_picture_tokens(plain, recipe, student) if plain else None
+        lengths: dict[str, Measure] = {}
+        for name, folder in models.aligned.items():
+            key = f"teachers.{name}"
+            if read := self.attempt(prompt_length, folder, recipe, schemas, owner=key, own_template=True):
+                lengths[name] = read
         own = self.attempt(own_prompts, recipe.teachers) or {}
         self.problems += sessions_can_be_shown(recipe, own)
         self.findings.notes += own_start_notes(recipe)
