@@ -55,6 +55,7 @@ from understudy.planning.teacher_checks import (
     own_start_notes,
     ports_free,
     prompts_render,
+    sessions_are_rewarded,
     sessions_can_be_shown,
     signals_fit,
     silent_servers,
@@ -340,6 +341,7 @@ class _Checks:
         self.problems += answers_given(recipe, dataset)
         self.problems += rows_can_be_aligned(recipe.data, models.aligned, dataset)
         self.problems += prompts_render(recipe, dataset, prompts.own)
+        self.problems += self.attempt(sessions_are_rewarded, recipe, dataset) or []
         sent = clipped(prompts.student, prompts.limits["data.train"], recipe.data.overlong)
         self.problems += contexts_fit(recipe, dataset, models.teachers, sent, prompts.own)
         if not models.lacked or sent is None:
