@@ -298,7 +298,8 @@ class _Checks:
             )
         lengths |= {name: length_of_own(one, lengths.get(name, whole)) for name, one in own.items()}
         room = recipe.data, recipe.rollout, student.context if student else None
-        contexts = contexts_of(recipe.teachers, models.teachers)
+        of_same_ids = {name: one for name, one in models.teachers.items() if name not in models.aligned}
+        contexts = contexts_of(recipe.teachers, of_same_ids)
         return _Prompts(
             measured_once(whole) if whole else None,
             {name: measured_once(length) for name, length in lengths.items()},
