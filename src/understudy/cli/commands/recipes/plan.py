@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +15,6 @@ from rich.table import Table
 from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import gpu_memory, visible_gpus
-from understudy.config.recipe import Recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.errors import ConfigError
 from understudy.observability.redact import redact
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
             partial=recipe.trainer.partial_rollouts,
         )
         return
-    _print_changed_keys(recipe, console)
+    _print_changed_keys(as_tables(recipe, defaults=False), console)
     table = Table(title="processes", title_justify="left")
     for column in ("name", "what it does", "device", "parameters", "memory", "at work"):
         right = column in ("parameters", "memory", "at work")
@@ -116,8 +117,7 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def _print_changed_keys(recipe: Recipe, console: Console) -> None:
+def _print_changed_keys(changed: Mapping[str, Any], console: Console) -> None:
     """The keys with another value than their default, as TOML. They are few; all keys would fill several screens."""
-    changed = redact(as_tables(recipe, defaults=False))
-    console.print(recipe_as_toml(changed), highlight=False, markup=False, soft_wrap=True)
+    console.print(recipe_as_toml(redact(changed)), highlight=False, markup=False, soft_wrap=True)
     console.print("All other keys have their defaults; --toml prints every key.\n", highlight=False)
