@@ -17,7 +17,7 @@ AUTO = "auto"
 """transformers' own choice: `sdpa`, or `eager` for a model that has no `sdpa`."""
 
 
-_MEND = "download or copy the model again, or correct its config.json"
+_ADVICE = "download or copy the model again, or correct its config.json"
 
 
 class CannotLoadError(ValueError):
@@ -77,11 +77,9 @@ def _not_whole(report: Mapping[str, Any]) -> str | None:
     """Which weights transformers filled with random numbers. `report`: its `output_loading_info`."""
     if wrong := sorted(report["mismatched_keys"]):
         name, found, expected = wrong[0]
-        return (
-            f"{name}{_more(wrong)} has the shape {list(found)}, by its config.json {list(expected)}; {_MEND}"
-        )
+        return f"{name}{_more(wrong)} has the shape {list(found)}, by its config.json {list(expected)}; {_ADVICE}"
     if lacking := sorted(report["missing_keys"]):
-        return f"its files lack the weights {lacking[0]}{_more(lacking)}; {_MEND} (tie_word_embeddings, num_hidden_layers)"
+        return f"its files lack the weights {lacking[0]}{_more(lacking)}; {_ADVICE} (tie_word_embeddings, num_hidden_layers)"
     return None
 
 
