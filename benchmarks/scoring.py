@@ -85,7 +85,7 @@ class Row:
 
 
 def write_model(folder: Path, shape: dict[str, int], vocab: int, device: str, dtype: torch.dtype) -> None:
-    """Random weights and an unused tokenizer, in a Hugging Face folder."""
+    """Random weights and a tokenizer with a word for each id, in a Hugging Face folder."""
     head_dim = 128 if vocab == VOCAB else 24
     kv_heads = 8 if vocab == VOCAB else 4
     config = Qwen3Config(
@@ -100,7 +100,9 @@ def write_model(folder: Path, shape: dict[str, int], vocab: int, device: str, dt
     with torch.device(device):
         model = Qwen3ForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
-    tokenizer = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(32)}, "unk_token": "t0"}}
+    # A replica refuses ids that its tokenizer does not have.
+    words = {f"t{i}": i for i in range(vocab)}
+    tokenizer = {"model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"}}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t2"}))
 

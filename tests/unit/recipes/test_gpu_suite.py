@@ -11,6 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+
+from understudy.teacher.scoring.model import vocabulary_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SUITE = ROOT / "benchmarks" / "one_gpu" / "suite.py"
@@ -131,6 +134,17 @@ def test_an_archive_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         and lines.encode().endswith(end)
         and end.split(b"\n")[0] in lines.encode().split(b"\n")
     )
+
+
+def test_the_scoring_benchmarks_teacher_knows_the_ids_that_it_is_asked_for(tmp_path: Path) -> None:
+    """Its tokenizer had 32 words: a replica refused the benchmark's random ids."""
+    sys.path.append(str(SUITE.parents[1]))
+    from scoring import TINY, sequences, write_model
+
+    vocab = 42 * 24
+    write_model(tmp_path / "tiny", TINY, vocab, "cpu", torch.float32)
+    known = set(vocabulary_of(str(tmp_path / "tiny")).ids.values())
+    assert all(known >= set(row.tolist()) for row in sequences("64", 8, vocab))
 
 
 def test_the_projects_own_tasks_name_files_that_exist() -> None:
