@@ -89,9 +89,9 @@ def _template(student: LoadedModel) -> str | None:
 
 async def _teacher(name: str, teacher: TeacherConfig, token: str | None) -> Side | None:
     """What is known of a teacher before it runs: from an external native server, or from the files of its
-    model."""
-    place = f"teachers.{name}"
-    if teacher.placement == "external" and teacher.backend in ("auto", "native"):
+    model. Completions are aligned by those files, so there a server is compared with them (`check_tokens`)."""
+    place, aligned = f"teachers.{name}", teacher.vocabulary == "align"
+    if teacher.placement == "external" and teacher.backend in ("auto", "native") and not aligned:
         url = teacher.urls[0].rstrip("/").removesuffix("/v1")
         try:
             async with asyncio.timeout(_ASK_SECONDS), ReplicaClient(url, token, teacher=name) as client:

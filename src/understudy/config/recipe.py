@@ -328,10 +328,10 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             "each rank takes a GPU of its own there; write student.device = 'cuda'"
         )
     problems += [
-        f"teachers.{name!r}: logs and metrics carry a teacher's name; choose one of 1 to {_LONGEST_NAME} characters without '/' and "
-        "control characters (the value of the rows it scores is its `key`)"
+        f"teachers.{name!r}: logs and metrics carry a teacher's name; choose one of 1 to {_LONGEST_NAME} characters without '/', '+' "
+        "(which joins the names of a mixture) and control characters (the value of the rows it scores is its `key`)"
         for name in teachers
-        if not 1 <= len(name) <= _LONGEST_NAME or "/" in name or not name.isprintable()
+        if not 1 <= len(name) <= _LONGEST_NAME or {*"/+"} & {*name} or not name.isprintable()
     ]
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)

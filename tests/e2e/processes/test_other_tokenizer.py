@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from other_teacher import write_other_teacher
+from other_teacher import PAIRS, SPECIAL, write_other_teacher
+from other_tokenizers import byte_level
 from safetensors.numpy import load_file
 from small_runs import ASSETS, TOKEN_VARIABLE, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -324,3 +326,16 @@ def test_a_teachers_room_is_counted_in_its_own_tokens(
         ).notes
         == []
     )
+
+
+def test_a_server_that_reads_other_tokens_than_the_named_model_is_refused(
+    aligned: Make, other: tuple[str, str], tmp_path: Path
+) -> None:
+    """Completions are tokenized by the files of `model`; under other ids the teacher would score another text."""
+    named = tmp_path / "named"
+    shutil.copytree(other[0], named)
+    byte_level([*reversed(PAIRS)], SPECIAL).save(str(named / "tokenizer.json"))
+    with pytest.raises(
+        UnderstudyError, match=r"teachers.other.model = .*named.* other tokens than its server"
+    ):
+        understudy.train(aligned("never", teachers__other__model=str(named)), progress=False)

@@ -1,4 +1,4 @@
-"""Recipes that learn in minutes on two CPU cores: privileged context, given answers, teachers of another tokenizer."""
+"""Recipes that learn in minutes on two CPU cores: privileged context, given answers, teachers of other kinds."""
 
 import subprocess
 import sys
@@ -14,17 +14,40 @@ from understudy.dataplane.ledger import audit
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
+def made_by(script: Path, out: Path) -> Path:
+    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True, timeout=900)
+    return out
+
+
+@pytest.fixture(scope="module")
+def hinted_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gives again an answer that stands before the question, and knows nothing of the problems."""
+    script = RECIPES / "self-distillation" / "make_model.py"
+    return made_by(script, tmp_path_factory.mktemp("models") / "student")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_student_learns_from_itself_with_the_answer_in_view(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sorts", "both"),
+    [
+        ("recipe", 0.8, 0.4),
+        ("feedback", 0.5, 0.25),
+        ("lora", 0.45, 0.2),
+        ("average", 0.5, 0.25),
+    ],
+)
+def test_a_student_learns_from_itself_with_the_answer_in_view(
+    hinted_student: Path, tmp_path: Path, name: str, sorts: float, both: float
+) -> None:
     """It starts without the skill. As its own teacher it sees the answers, and never generates."""
-    folder = RECIPES / "self-distillation"
-    made = [sys.executable, str(folder / "make_model.py"), "--out", str(tmp_path / "student")]
-    subprocess.run(made, check=True, timeout=900)
-    overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={tmp_path / 'student'}"]
-    run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
+    if name == "lora":
+        pytest.importorskip("peft")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={hinted_student}"]
+    recipe = load_recipe(RECIPES / "self-distillation" / f"{name}.toml", overrides)
+    run = understudy.train(recipe, progress=False)
     assert run.metrics[0]["val/accuracy"] < 0.1
-    assert run.last["val/accuracy"] > 0.4 and run.last["val/accuracy/sort"] > 0.8
+    assert run.last["val/accuracy"] > both and run.last["val/accuracy/sort"] > sorts
 
 
 @pytest.mark.slow
@@ -52,9 +75,8 @@ def test_given_answers_alone_are_learnt_from(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> None:
     folder = RECIPES / "other-tokenizer"
-    made = [sys.executable, str(folder / "make_model.py"), "--out", str(tmp_path / "student")]
-    subprocess.run(made, check=True, timeout=900)
-    overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={tmp_path / 'student'}"]
+    student = made_by(folder / "make_model.py", tmp_path / "student")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={student}"]
     run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
     assert run.metrics[0]["val/accuracy/sort"] < 0.5
     assert run.last["val/accuracy/sort"] > 0.85
@@ -96,6 +118,29 @@ def test_a_student_learns_from_teachers_in_eight_bits(tmp_path: Path) -> None:
     assert run.last["val/accuracy"] > 0.85
     log = (run.dir / "logs" / "trainer.log").read_text()
     assert "teacher add has weights in float32+int8: KL " in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_student_learns_from_a_mixture_of_experts_over_two_processes(tmp_path: Path) -> None:
+    folder = RECIPES / "mixture-of-experts"
+    teacher = made_by(folder / "make_model.py", tmp_path / "teacher")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"teachers.sort.model={teacher}"]
+    run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.3
+    assert run.last["val/accuracy/sort"] > 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_student_learns_from_mixtures_of_two_teachers(tmp_path: Path) -> None:
+    folder = RECIPES / "mixtures"
+    data = made_by(folder / "make_data.py", tmp_path / "data")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"data.train={data / 'train.jsonl'}"]
+    run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
+    assert run.metrics[0]["val/accuracy"] < 0.3
+    assert run.last["val/accuracy"] > 0.5
+    assert all(line["teacher/add+sort/share"] == 1 for line in run.metrics[1:])
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_a_recipe_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> 
     assert read_tables(path)["student"] == {"model": "m"}
 
 
-@pytest.mark.parametrize("name", ["", "math/easy", "a\nb", "t" * 101])
+@pytest.mark.parametrize("name", ["", "math/easy", "code+math", "a\nb", "t" * 101])
 def test_a_teachers_name_must_do_as_a_part_of_file_names(name: str) -> None:
     _, problems = examine(GOOD | {"teachers": {name: {"model": "m"}}})
     assert len(problems) == 1 and "logs and metrics carry a teacher's name" in problems[0]

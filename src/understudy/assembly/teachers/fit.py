@@ -12,6 +12,7 @@ from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.manifest import Manifest, RequestBatching
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.integrity import check_signals, check_vocabulary
+from understudy.teacher.vocabulary import differences
 from understudy.types.scores import Signal
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,23 @@ def check_patching(name: str, student: PictureReader | None, manifest: Manifest)
         )
 
 
-async def check_tokens(name: str, manifest: Manifest, client: ReplicaClient, student: StudentFacts) -> None:
-    """Raises if a native teacher reads an id as another token than the student does."""
+async def check_tokens(
+    name: str, model: str, manifest: Manifest, client: ReplicaClient, student: StudentFacts
+) -> None:
+    """Raises if a native teacher reads an id as another token than the student does; than the files of `model` say, if it
+    has another tokenizer."""
     expected = student.vocabulary_of(name)
-    if manifest.vocab_fingerprint != expected.fingerprint:
-        rows = (None if name in student.aligned else student.head_rows, manifest.vocab_size)
-        check_vocabulary(expected, await client.vocabulary(), name, rows)
+    if manifest.vocab_fingerprint == expected.fingerprint:
+        return
+    found = await client.vocabulary()
+    if name not in student.aligned:
+        check_vocabulary(expected, found, name, (student.head_rows, manifest.vocab_size))
+    elif differing := differences(expected, found, (None, manifest.vocab_size)):
+        number, (token, served) = next(iter(differing.items()))
+        raise TeacherError(
+            f"teachers.{name}.model = {model!r} has other tokens than its server: id {number} is {token!r} in its tokenizer and {served!r} "
+            "at the server. Completions are tokenized by the files of `model`; name the model that is served"
+        )
 
 
 def warn_of_unseen(name: str, manifest: Manifest) -> None:

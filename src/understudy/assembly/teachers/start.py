@@ -177,7 +177,7 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
     launcher = teachers.launchers.get(name)
     endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
     async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
-        await check_tokens(name, manifest, client, student)
+        await check_tokens(name, teacher.model, manifest, client, student)
         if Signal(settings.signal) is Signal.HIDDEN:
             teachers.heads[name] = _head(await client.head(), settings.temperature, student.device)
 
