@@ -73,7 +73,7 @@ def _is_table(field: FieldInfo) -> bool:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "needed"
+        return "required"
     return "not set" if field.default is None else f"`{json.dumps(field.default, ensure_ascii=False)}`"
 
 
