@@ -75,7 +75,12 @@ def _section(section: Section) -> str:
     goals = [row for row in rows if row.get("goal") and re.search(section.only, row["name"])]
     lines = [f"## {section.title}", "", f"`{section.command}`, {newest.name}", ""]
     if goals:
-        lines += ["| measurement | value | beside | ratio | goal | |", "|---|---|---|---|---|---|", *map(_goal, goals), ""]
+        lines += [
+            "| measurement | value | beside | ratio | goal | |",
+            "|---|---|---|---|---|---|",
+            *map(_goal, goals),
+            "",
+        ]
     besides = [row for row in rows if section.besides and re.search(section.besides, row["unit"])]
     if besides:
         lines += ["| part | value |", "|---|---|"]
