@@ -1,4 +1,4 @@
-"""Show the resolved recipe, the processes and memory a run would use, and who sits where."""
+"""Show the resolved recipe, the processes and memory a run would use, and which process uses which device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of each GPU, instead of what this machine's have",
+        help="memory of each GPU, instead of the memory of this machine's GPUs",
     )
     parser.add_argument(
         "--toml",
