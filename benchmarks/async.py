@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--staleness", type=float, nargs="*", default=[0.0, 0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--learn-steps", type=int, default=80, help="0 leaves the second question out")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="the result file; with --gpu its folder")
     gpu = parser.add_argument_group("with --gpu")
     gpu.add_argument("--gpu", action="store_true", help="compare on one GPU (async_gpu.py)")
     gpu.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the script")
@@ -148,7 +148,9 @@ def main() -> None:
         help="besides fully async runs under --mps; plain: fully async without it",
     )  # fmt: skip
     gpu.add_argument(
-        "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
+        "--trl-python",
+        default=os.environ.get("UNDERSTUDY_VLLM_PYTHON", sys.executable),
+        help="an interpreter that can import trl and vllm",
     )
     gpu.add_argument("--counted", type=int, default=4, help="windows counted of each fully async run")
     gpu.add_argument(
@@ -165,7 +167,13 @@ def main() -> None:
     gpu.add_argument("--max-batch", type=int, default=0, help="rows decoded together; a batch when not set")
     gpu.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     gpu.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"processes": 1}')
-    gpu.add_argument("--partial", action="store_true", help="partial_rollouts = true")
+    gpu.add_argument(
+        "--publish",
+        nargs="*",
+        choices=["drain", "recompute", "keep"],
+        default=["drain"],
+        help="what a publish does to rollouts in progress: wait for them, or let them continue with keys and values computed again or kept",
+    )
     gpu.add_argument(
         "--mps", action="store_true", help="one more run under the driver's multi-process service"
     )

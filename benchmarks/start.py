@@ -49,7 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=_DEADLINE_S, help="seconds for one start")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="with --recipe")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     os.environ.pop(
         "PYTHONDONTWRITEBYTECODE", None
     )  # an installed package has its bytecode from the first start on

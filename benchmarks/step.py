@@ -103,7 +103,7 @@ def main() -> None:
             _say("TRL", peer, folder / "trl.log")
         rows = compare(shape, ours, peer, "TRL 1.16 + vLLM colocated" if on_gpu else "TRL 1.16", GOAL)
     if rows and on_gpu:
-        save("step-quick" if options.quick else "step", hardware, rows)
+        save("step-quick" if options.quick else "step", hardware, rows, options.out)
     print(f"done after {time.monotonic() - started:.0f} s")
 
 
@@ -194,7 +194,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="tiny shapes without a GPU, to try the script")
     parser.add_argument("--systems", nargs="+", choices=["ours", "trl"], default=["ours", "trl"])
     parser.add_argument(
-        "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
+        "--trl-python",
+        default=os.environ.get("UNDERSTUDY_VLLM_PYTHON", sys.executable),
+        help="an interpreter that can import trl and vllm",
     )
     parser.add_argument("--no-vllm", action="store_true", help="let TRL generate with transformers")
     parser.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
@@ -203,9 +205,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-rows", action="store_true")
     parser.add_argument("--determinism", action="store_true")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of 2 steps, with --keep-rows")
-    parser.add_argument(
-        "--out", type=Path, help="folder of the result file, with --keep-rows or --determinism"
-    )
+    parser.add_argument("--out", type=Path, help="folder of the result file")
     return parser.parse_args()
 
 

@@ -6,6 +6,10 @@
 `suite.toml` has the tasks, most wanted first: a command, the seconds it may take, and the files it needs. A task whose files are not there is
 left out for now and looked at again after the next one. A task that has ended by itself with 0 is not run again with the same --out. One that runs past its
 seconds is killed with all that it started. Outputs and `tasks.jsonl` are in --out, which `{out}` in a command stands for.
+
+`--archive FILE` is one compressed file with the results so far: what is small, and the end of what is not (`archive.py`). It is
+written again while a task runs and after each task, so that it is there whenever a machine is taken away. Checkpoints in --out
+are deleted when their task has ended, because one of a 1.5B student takes 22 GB.
 """
 
 from __future__ import annotations
@@ -14,19 +18,25 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from archive import write_archive
 from step_problem import killed_at_the_end
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOOK_SECONDS = 2.0
+_ARCHIVE_SECONDS = 20.0
+_SHOWN_CHARACTERS = 1500
+"""Of the end of a task's log, when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +45,25 @@ class Task:
     command: str
     seconds: float
     needs: tuple[str, ...] = ()
-    """Files or folders, from the project's root."""
+    """Files or folders, from the project's root, or environment variables that name one: `$UNDERSTUDY_VLLM_PYTHON`."""
+    makes: str = ""
+    """What the task is for: where it exists already, the task is left out."""
+
+    @property
+    def missing(self) -> list[str]:
+        return [place for place in self.needs if not _place(place).exists()]
+
+    @property
+    def made(self) -> bool:
+        return bool(self.makes) and _place(self.makes).exists()
 
     @property
     def ready(self) -> bool:
-        return all((ROOT / place).exists() for place in self.needs)
+        return not self.missing
+
+
+def _place(name: str) -> Path:
+    return ROOT / os.path.expandvars(name)
 
 
 def read_tasks(path: Path, only: str = "") -> list[Task]:
@@ -58,7 +82,7 @@ def ended(out: Path) -> set[str]:
     return {line["name"] for line in lines if line["code"] == 0}
 
 
-def carry_out(task: Task, out: Path, seconds: float) -> dict[str, Any]:
+def carry_out(task: Task, out: Path, archive: Path | None) -> dict[str, Any]:
     begun = time.monotonic()
     words = [
         word.replace("{python}", sys.executable).replace("{out}", str(out))
@@ -67,10 +91,14 @@ def carry_out(task: Task, out: Path, seconds: float) -> dict[str, Any]:
     with (out / f"{task.name}.log").open("w") as sink:
         process = subprocess.Popen(words, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=os.environ)
         with killed_at_the_end(process):
-            try:
-                code: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
+            code: int | None = None
+            while code is None and (left := begun + task.seconds - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(left, _ARCHIVE_SECONDS))
+                if code is None and archive is not None:
+                    write_archive(out, archive)
+    for folder in [*out.rglob("checkpoints")]:
+        shutil.rmtree(folder, ignore_errors=True)
     return {"name": task.name, "code": code, "seconds": round(time.monotonic() - begun, 1)}
 
 
@@ -82,6 +110,7 @@ def main() -> None:
     done = ended(out)
     left = [task for task in read_tasks(options.tasks, options.only) if task.name not in done]
     while left and (rest := deadline - time.monotonic()) > 0:
+        left = [one for one in left if not one.made]
         task = next((one for one in left if one.ready and one.seconds <= rest), None)
         if task is None:
             if not options.wait or all(one.ready for one in left):
@@ -89,13 +118,16 @@ def main() -> None:
             time.sleep(min(_LOOK_SECONDS, rest))
             continue
         left.remove(task)
-        line = carry_out(task, out, task.seconds)
+        line = carry_out(task, out, options.archive)
         with (out / "tasks.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
+        if options.archive is not None:
+            write_archive(out, options.archive)
         ending = "past its seconds, killed" if line["code"] is None else f"exit code {line['code']}"
-        print(f"{line['name']}: {ending}, {line['seconds']:.0f} s", flush=True)
+        shown = (out / f"{task.name}.log").read_text(errors="replace")[-_SHOWN_CHARACTERS:]
+        print(f"{shown.rstrip()}\n== {line['name']}: {ending}, {line['seconds']:.0f} s\n", flush=True)
     for task in left:
-        missing = ", ".join(place for place in task.needs if not (ROOT / place).exists())
+        missing = ", ".join(task.missing)
         print(
             f"{task.name}: not run, {'needs ' + missing if missing else f'needs {task.seconds:.0f} s'}",
             flush=True,
@@ -109,6 +141,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=24 * 3600.0, help="for everything")
     parser.add_argument("--wait", action="store_true", help="for files that are not there yet")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--archive", type=Path, help="one file with the results, written again and again")
     return parser.parse_args()
 
 

@@ -108,7 +108,7 @@ def _run(
     ]
     metrics, busy, begun = run / "metrics.jsonl", [], time.monotonic()
     log = run.with_suffix(".log")
-    with log.open("w") as sink, _Sampler() as sampler:
+    with log.open("w") as sink, Sampler() as sampler:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
         counting = False
         with killed_at_the_end(process):
@@ -137,14 +137,14 @@ def _steps(metrics: Path) -> int:
     return max((json.loads(line)["step"] for line in lines[-1:]), default=0)
 
 
-class _Sampler:
+class Sampler:
     """nvidia-smi's utilization, as a thread reads it; no values without it."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
         self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> _Sampler:
+    def __enter__(self) -> Sampler:
         if smi := shutil.which("nvidia-smi"):
             words = [
                 smi,
@@ -176,7 +176,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for one mode")
     parser.add_argument("--out", type=Path, help="folder of the result file")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=None)
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class HostSettings:
     tokens."""
     deterministic: bool
     kv_format: KVFormat = KVFormat.MODEL
+    recompute_kv: bool = True
     """The storage format of keys and values."""
     trust_remote_code: bool = False
     revision: str | None = None
@@ -73,6 +74,7 @@ class HostSettings:
         arguments += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
         arguments += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
         arguments += ["--kv-cache", self.kv_format.value]
+        arguments += [] if self.recompute_kv else ["--keep-kv"]
         # On a remote machine the launcher replaces 127.0.0.1 by that machine's own address.
         arguments += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
         arguments += ["--deterministic"] if self.deterministic else []
@@ -140,6 +142,7 @@ async def hosts_of(
         batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
         deterministic=deterministic,
         kv_format=KVFormat(rollout.kv_cache),
+        recompute_kv=rollout.recompute_kv,
         trust_remote_code=settings.student.trust_remote_code,
         revision=settings.student.revision,
         attention=settings.student.attention,

@@ -127,7 +127,8 @@ async def open_engine(
         return await hosts_of(settings, student, launcher, devices, max_length=length, notify=view.note)
     batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
     own = student.sharing_copy() if settings.shares_tensors else student.copy()
-    return own.engine(rollout.max_batch, batching, length, KVFormat(rollout.kv_cache))
+    kv_format = KVFormat(rollout.kv_cache)
+    return own.engine(rollout.max_batch, batching, length, kv_format, rollout.recompute_kv)
 
 
 def publisher_of(settings: EngineSettings, policy: Policy | LeadingPolicy, engine: Engine) -> WeightPublisher:

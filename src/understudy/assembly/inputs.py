@@ -65,5 +65,7 @@ async def load_inputs(
     if rows is None:
         rows = await asyncio.to_thread(open_data, data, rollout, student, teachers)
     rows = rows.storing(pictures_of(data, pictures.folder))
-    prompts = teacher_prompts_of(teachers, rollout, model.tokenizer, others, usable, launch.stack)
+    prompts = teacher_prompts_of(
+        teachers, rollout, model.tokenizer, others, usable, launch.stack, model.pictures
+    )
     return Inputs(model, pictures, replace(vocabularies, usable=usable), others, rows, prompts)

@@ -165,9 +165,8 @@ class ForkServer:
             if not message:
                 self._ended = True
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(
-                        _END_SECONDS
-                    )  # its socket is closed a moment before it can be waited for
+                    # The socket is closed a moment before the process can be waited for.
+                    self._process.wait(_END_SECONDS)
                 return None
             report = json.loads(message)
             if "pid" in report:

@@ -18,11 +18,11 @@ def recipe_as_toml(tables: Mapping[str, Any], comments: Mapping[str, str] | None
     return "\n".join(_table(tables, (), comments or {})).strip() + "\n"
 
 
-def as_tables(recipe: Recipe) -> dict[str, Any]:
-    """Plain tables that make the same recipe again."""
-    tables = recipe.model_dump()
+def as_tables(recipe: Recipe, *, defaults: bool = True) -> dict[str, Any]:
+    """Plain tables that make the same recipe again. `defaults`: with the keys that have their default value."""
+    tables = recipe.model_dump(exclude_defaults=not defaults)
     if recipe.trainer.passes is not None:
-        del tables["trainer"]["steps"]  # the length of a run is written in one way only
+        tables["trainer"].pop("steps", None)  # the length of a run is written in one way only
     return tables
 
 

@@ -364,9 +364,9 @@ class EmbeddedDataPlane:
         if self._store.refusal is not None and str(self._store.refusal) == str(closed):
             return
         self._refuse(closed)
-        with (
-            ExitStack() as last
-        ):  # also if the last commit fails: the next attempt of this process opens the folder again
+        # A stack, so that all of this happens even if the last commit fails: the next attempt of this process opens
+        # the folder again.
+        with ExitStack() as last:
             last.callback(self._lock.release)
             last.callback(self._store.spill.close)
             last.callback(self._store.dead_letters.flush)

@@ -37,12 +37,19 @@ class EngineReplica:
     """Valid answers, over all restarts."""
     failures: int = 0
     rests: int = 0
+    """Back-offs since the last valid answer."""
     resting_until: float = 0.0
+    """By the clock of `Replicas`; infinite while it is gone."""
     debt: float = 0.0
+    """Tokens of failed requests, as of `debt_at`."""
     debt_at: float = 0.0
-    last_problem: str = ""
     label: str | None = ""
     """The name we gave the server for its weights; None if the server has no such route."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process or machine is known to be lost. It serves again after `Replicas.back`."""
+        return self.resting_until == math.inf
 
     def weight(self, now: float) -> tuple[float, int]:
         return self.outstanding_tokens + self.debt * 0.5 ** (
@@ -84,17 +91,16 @@ class Replicas:
         replica.failures = replica.rests = 0
         replica.debt = 0.0
 
-    def failed(self, replica: EngineReplica, tokens: int, problem: str, wait: float = 0.0) -> None:
+    def failed(self, replica: EngineReplica, tokens: int, wait: float = 0.0) -> None:
         """`wait`: seconds that the server itself asked to wait (`Retry-After`), which is not counted as a failure."""
         now = self._clock()
         replica.outstanding_tokens -= tokens
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
-        replica.last_problem = problem
         if wait:
             replica.resting_until = max(replica.resting_until, now + wait)
             return
         replica.failures += 1
-        if replica.failures >= REST_AFTER and replica.resting_until != math.inf:
+        if replica.failures >= REST_AFTER and not replica.is_gone:
             rest = min(FIRST_REST_S * 2**replica.rests, LONGEST_REST_S)
             replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest
 
@@ -105,7 +111,7 @@ class Replicas:
     @property
     def present(self) -> list[EngineReplica]:
         """All but those known to be gone. Resting replicas are included: they must receive new weights."""
-        return [replica for replica in self.all if replica.resting_until != math.inf]
+        return [replica for replica in self.all if not replica.is_gone]
 
     def gone(self, replica: EngineReplica) -> None:
         replica.resting_until = math.inf

@@ -105,10 +105,9 @@ def position_bucket_names() -> list[str]:
 def _by_position(values_N: Tensor, counts_N: Tensor, positions_N: Tensor | None) -> dict[str, Metric]:
     if positions_N is None or values_N.numel() == 0:
         return {}
+    # `POSITION_EDGES[1:]`, computed on the device: copying six numbers there would wait for all work queued before.
     powers = torch.arange(2, len(POSITION_EDGES) + 1, device=values_N.device)
-    edges = (
-        4**powers
-    )  # computed on the device: copying six numbers there would wait for all work queued before
+    edges = 4**powers
     bucket_N = torch.bucketize(positions_N, edges, right=True)
     zeros = torch.zeros(len(POSITION_EDGES), dtype=torch.float32, device=values_N.device)
     totals = zeros.index_add(0, bucket_N, (counts_N * values_N).float())

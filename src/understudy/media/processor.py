@@ -71,9 +71,8 @@ class PictureProcessor:
     @staticmethod
     def load(model: str, revision: str | None = None) -> PictureProcessor | None:
         """The processor of a model; None if it reads no pictures, or is of a family not supported here."""
-        transformers: Any = importlib.import_module(
-            "transformers"
-        )  # it takes seconds, and `check` needs none
+        # Not imported at the top: it takes seconds, and `understudy check` imports this module without needing it.
+        transformers: Any = importlib.import_module("transformers")
         # Asked of the file first: a model of another family may bring a config class of its own, which would have to be trusted.
         settings, _ = transformers.PretrainedConfig.get_config_dict(model, revision=revision)
         if settings.get("model_type") not in FAMILIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,9 @@ from understudy.media.processor import vision_family
 
 AUTO = "auto"
 """transformers' own choice: `sdpa`, or `eager` for a model that has no `sdpa`."""
+
+
+_ADVICE = "download or copy the model again, or correct its config.json"
 
 
 class CannotLoadError(ValueError):
@@ -34,11 +38,13 @@ def load_causal_lm(
     try:
         sees = vision_family(AutoConfig.from_pretrained(source, **code)) is not None
         made = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = made.from_pretrained(
+        model, report = made.from_pretrained(
             source,
             dtype=dtype,
             attn_implementation=None if attention == AUTO else attention,
             use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, in one line
             **code,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -47,6 +53,8 @@ def load_causal_lm(
         raise CannotLoadError(
             f"its weights cannot be read ({error}); download or copy the model again"
         ) from error
+    if problem := _not_whole(report):
+        raise CannotLoadError(problem)
     chosen = model.config._attn_implementation
     if attention not in (AUTO, chosen):
         raise CannotLoadError(
@@ -63,6 +71,20 @@ def sharing_copy(model: Any) -> Any:
     if any(getattr(module, "gradient_checkpointing", False) for module in twin.modules()):
         twin.gradient_checkpointing_disable()
     return twin
+
+
+def _not_whole(report: Mapping[str, Any]) -> str | None:
+    """Which weights transformers filled with random numbers. `report`: its `output_loading_info`."""
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        return f"{name}{_more(wrong)} has the shape {list(found)}, by its config.json {list(expected)}; {_ADVICE}"
+    if lacking := sorted(report["missing_keys"]):
+        return f"its files lack the weights {lacking[0]}{_more(lacking)}; {_ADVICE} (tie_word_embeddings, num_hidden_layers)"
+    return None
+
+
+def _more(names: Sequence[Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _reason(error: Exception, attention: str) -> str:

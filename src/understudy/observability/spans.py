@@ -36,6 +36,9 @@ _within: ContextVar[int | None] = ContextVar("span", default=None)
 
 
 class Spans:
+    """The spans of one launch. They begin and end on the event loop, and a task knows the span in which it was started.
+    `event` is called on the update thread too."""
+
     def __init__(self, path: Path | None) -> None:
         self._handle = path.open("ab") if path else None
         self._warned = False
@@ -47,10 +50,9 @@ class Spans:
         self.last_end = self._zero
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
         if path and self._handle and not _ends_with_a_line(path):
+            # A killed launch left half a line, which would swallow the next one.
             with self._or_warn():
-                self._handle.write(
-                    b"\n"
-                )  # a killed launch left half a line, which would swallow the next one
+                self._handle.write(b"\n")
         self._write("launch", self._zero, self._zero, {"at": round(time.time(), 3)})
 
     @contextmanager

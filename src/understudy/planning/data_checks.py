@@ -16,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from tokenizers import Tokenizer
+from tokenizers import __version__ as tokenizers_version
 
 from understudy.config import Recipe
 from understudy.config.base import nearest
@@ -233,7 +234,13 @@ class GenerationTag(Extension):
 def whole_texts(model: ModelFolder) -> Tokenizer:
     """Its tokenizer without the truncation and padding that trainers leave in tokenizer.json: transformers, by which a
     run tokenizes, applies them only where asked."""
-    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    file = model.path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(
+            f"{file} cannot be read by tokenizers {tokenizers_version} ({error}); download or copy it again, or upgrade tokenizers"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -37,7 +37,7 @@ def prompt_limits(
     contexts: Mapping[str, int] | None = None,
 ) -> PromptLimits:
     """The limits for training rows; without `teachers`, for rows that no teacher scores. `context`: the
-    student's; `contexts`: the teachers'. With `data.overlong = "error"` teachers set no limit here:
+    student's; `contexts`: those of teachers that have its tokenizer. With `data.overlong = "error"` teachers set no limit here:
     `contexts_fit` names the one that is too small."""
     whole = min((one for one in (rollout.context_length, context) if one), default=None)
     bounds = [data.max_prompt_tokens]

@@ -55,6 +55,7 @@ from understudy.planning.teacher_checks import (
     own_start_notes,
     ports_free,
     prompts_render,
+    sessions_are_rewarded,
     sessions_can_be_shown,
     signals_fit,
     silent_servers,
@@ -283,11 +284,13 @@ class _Checks:
         whole = None
         if student:
             searched = {number for tokens in models.lacked.values() for number in tokens}
-            whole = with_picture_tokens(prompt_length(student, recipe, schemas, searched), recipe, student)
-        lengths = {
-            name: prompt_length(folder, recipe, schemas, owner=f"teachers.{name}", own_template=True)
-            for name, folder in models.aligned.items()
-        }
+            plain = self.attempt(prompt_length, student, recipe, schemas, searched)
+            whole = with_picture_tokens(plain, recipe, student) if plain else None
+        lengths: dict[str, Measure] = {}
+        for name, folder in models.aligned.items():
+            key = f"teachers.{name}"
+            if read := self.attempt(prompt_length, folder, recipe, schemas, owner=key, own_template=True):
+                lengths[name] = read
         own = self.attempt(own_prompts, recipe.teachers) or {}
         self.problems += sessions_can_be_shown(recipe, own)
         self.findings.notes += own_start_notes(recipe)
@@ -297,7 +300,8 @@ class _Checks:
             )
         lengths |= {name: length_of_own(one, lengths.get(name, whole)) for name, one in own.items()}
         room = recipe.data, recipe.rollout, student.context if student else None
-        contexts = contexts_of(recipe.teachers, models.teachers)
+        of_same_ids = {name: one for name, one in models.teachers.items() if name not in models.aligned}
+        contexts = contexts_of(recipe.teachers, of_same_ids)
         return _Prompts(
             measured_once(whole) if whole else None,
             {name: measured_once(length) for name, length in lengths.items()},
@@ -340,6 +344,7 @@ class _Checks:
         self.problems += answers_given(recipe, dataset)
         self.problems += rows_can_be_aligned(recipe.data, models.aligned, dataset)
         self.problems += prompts_render(recipe, dataset, prompts.own)
+        self.problems += self.attempt(sessions_are_rewarded, recipe, dataset) or []
         sent = clipped(prompts.student, prompts.limits["data.train"], recipe.data.overlong)
         self.problems += contexts_fit(recipe, dataset, models.teachers, sent, prompts.own)
         if not models.lacked or sent is None:

@@ -128,6 +128,30 @@ def sessions_can_be_shown(recipe: Recipe, prompts: Mapping[str, TeacherPrompt]) 
     return problems
 
 
+def sessions_are_rewarded(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Problems of prompts that show facts of a session which nothing in the run makes. A user's loops and environments
+    may give rewards themselves."""
+    if recipe.data.reward is not None:
+        return []
+    problems = []
+    for name, prompt in own_prompts(recipe.teachers).items():
+        loops = {
+            row.get("agent") or recipe.rollout.agent
+            for row in dataset.rows
+            if scores_row(recipe.data, recipe.teachers, name, row)
+        }
+        if not loops:
+            continue
+        missing = {"reward", "solution"} if loops <= {"single_turn", "tool"} else set()
+        missing |= {"feedback"} if loops <= {"single_turn"} else set()
+        if shown := sorted(prompt.session_facts & missing):
+            problems.append(
+                f"teachers.{name}.prompt shows session.{shown[0]}, which comes from a reward, and there is none; set data.reward, or leave "
+                f"session.{shown[0]} out"
+            )
+    return problems
+
+
 def prompts_render(recipe: Recipe, dataset: Dataset, own: Mapping[str, Measure]) -> list[str]:
     """Every row must give the teachers that score it their own prompts; the first that does not is named."""
     problems = []

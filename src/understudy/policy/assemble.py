@@ -170,10 +170,8 @@ class Assembler:
             ids, begins_B = tokens_T[read_T][None], lengths_B.cumsum(0) - lengths_B
         else:
             longest = int(lengths_B.max())
-            ids, begins_B = (
-                torch.zeros(len(rows), longest, dtype=torch.int64),
-                torch.arange(len(rows)) * longest,
-            )
+            ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+            begins_B = torch.arange(len(rows)) * longest
         place_T = begins_B[row_of_T] + within_T
         if layout is Layout.PADDED:
             ids.view(-1)[place_T[read_T]] = tokens_T[read_T]

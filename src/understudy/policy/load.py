@@ -78,7 +78,7 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, trust_remote_code=trust_remote_code, revision=revision
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what the tokenizers library raises has no narrower class
         raise DataError(
             f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}"
         ) from error

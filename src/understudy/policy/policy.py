@@ -57,8 +57,8 @@ from understudy.types.loss_metrics import merge_metrics, metrics_to_host
 
 
 class Policy:
-    """A causal language model, its optimizer and its place in the schedule. Updates run on the trainer's
-    learner thread, one at a time.
+    """A causal language model, its optimizer and its place in the schedule. Updates run on the
+    trainer's update thread, one at a time.
 
     With several `ranks` every rank makes the same calls with the same whole batch, takes its own share of the
     rows and fetches that share.

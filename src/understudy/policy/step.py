@@ -26,7 +26,7 @@ class PolicySettings:
     adamw: AdamWSettings = field(default_factory=AdamWSettings)
     gradient_checkpointing: bool = False
     compile: bool = False
-    """Compiles the decoder layers (`compiled.py`)."""
+    """Compiles the decoder layers (`nn/compiled_layers.py`)."""
     loss_temperature: float = 1.0
     """Divides the student's logits in the loss; independent of the rollout's temperature."""
     layout: Layout | None = None
@@ -34,7 +34,7 @@ class PolicySettings:
     lora: LoraSettings | None = None
     """Trains small adapters; the weights themselves stay frozen."""
     lanes: int = 1
-    """Micro-batches in parallel, on as many threads (`lanes.py`): for a small student on a CPU, on one rank.
+    """Micro-batches in parallel, on as many threads (`cpu/lanes.py`): for a small student on a CPU, on one rank.
     """
     usable: UsableIds | None = None
     """The ids that the student's softmax runs over; None: all rows of its head."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ _LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",  # lr_scheduler_kwargs, which hold the minimum, are named as not supported
+    "cosine_warmup_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
@@ -351,7 +354,7 @@ def _trainer(draft: Draft, own: _Kind) -> None:
     if warmup > 0:
         draft.put("trainer.warmup_steps", int(warmup), "warmup_steps")
     elif ratio > 0 and steps > 0:
-        draft.put("trainer.warmup_steps", int(ratio * steps), "warmup_ratio", "warmup_steps")
+        draft.put("trainer.warmup_steps", math.ceil(ratio * steps), "warmup_ratio", "warmup_steps")
     elif ratio > 0:
         for key in ("warmup_ratio", "warmup_steps"):
             draft.unsupported(

@@ -177,7 +177,7 @@ def _reward(draft: Draft) -> None:
     if draft.get(path) is not None:
         file = Path(expanded(draft.get(path)))
         draft.put("data.reward", f"{file.stem}:{draft.get(name, 'compute_score')}", path, name)
-        draft.put("run.python_path", [str(file.parent), "."], path)
+        draft.put("run.python_path", list(dict.fromkeys([str(file.parent), "."])), path)
     else:
         draft.not_needed(name, "no file is given for it")
         given = " ".join(

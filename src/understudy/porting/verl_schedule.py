@@ -93,10 +93,14 @@ def _synchronous(draft: Draft, whole: bool) -> int:
 
 
 def _mini_batches(draft: Draft, window: str) -> tuple[int, int]:
-    """An update takes ppo_mini_batch_size · require_batches prompts; a publish follows `window` updates."""
+    """An update takes ppo_mini_batch_size · require_batches prompts, with an optimizer step for each ppo_mini_batch_size
+    of them; a publish follows `window` updates."""
     several = "async_training.require_batches"
-    batch, updates = draft.get(_MINI, 256) * draft.get(several, 1), draft.get(window, 4)
+    mini, batches = draft.get(_MINI, 256), draft.get(several, 1)
+    batch, updates = mini * batches, draft.get(window, 4)
     draft.put("trainer.batch_size", batch, _MINI, several)
+    if batches > 1:
+        draft.put("trainer.mini_batch_size", mini, _MINI)
     draft.not_needed("data.train_batch_size", "an update takes ppo_mini_batch_size prompts")
     draft.put("trainer.sync_every", updates, window)
     return int(batch), int(updates)

@@ -173,6 +173,8 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
         raise DataError(f"{place} is a {type(row).__name__}; expected an object with `prompt` or `messages`")
     content = content_of(row)
     if not content:
+        if empty := next((column for column in ("messages", "prompt") if row.get(column) is not None), None):
+            raise DataError(f"{place}: `{empty}` is empty; the student needs something to answer")
         columns = ", ".join(sorted(map(str, row))) or "none"
         raise DataError(
             f"{place} has no prompt (columns: {columns}); give it `prompt` (text) or `messages` (a chat)"

@@ -103,6 +103,16 @@ def _read_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}, item {number}", row
 
 
+def _not_utf8(path: Path) -> int:
+    """The first line that cannot be decoded: a text file is decoded ahead of the line that is read."""
+    whole = path.read_bytes()
+    try:
+        whole.decode(_ENCODING)
+    except UnicodeDecodeError as error:
+        return whole.count(b"\n", 0, error.start) + 1
+    return 1
+
+
 def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     number = 0
     with path.open(encoding=_ENCODING) as file:
@@ -116,7 +126,7 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             ) from None
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{key}: {path} is not UTF-8 text after line {number} ({error.reason}); save it as UTF-8"
+                f"{key}: {path}, line {_not_utf8(path)} is not UTF-8 text ({error.reason}); save the file as UTF-8"
             ) from None
         except ValueError as error:  # an integer of more digits than Python reads
             raise DataError(

@@ -61,6 +61,7 @@ ACCEPTED: Mapping[str, str] = {
     "critic.attention": _ROUNDING,
     "loss.backend": _ROUNDING,
     "rollout.max_batch": _ROUNDING,
+    "rollout.recompute_kv": "how generations continue after a publish",
     "rollout.replicas": _WRITTEN_ALIKE,
     "rollout.processes": _WRITTEN_ALIKE,
     "rollout.workers": _WRITTEN_ALIKE,
@@ -217,10 +218,8 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
             continue
-        if (
-            key == "trainer.steps" and after.trainer.passes is not None
-        ):  # computed from the rows when they are read
-            continue
+        if key == "trainer.steps" and after.trainer.passes is not None:
+            continue  # computed from the rows when they are read
         reason = None if key == "trainer.solved_at" and _solutions_are_shown(after) else _accepted(key)
         if key == "trainer.passes":
             reason = f"{reason}; in place of trainer.steps = {old['trainer.steps']}"

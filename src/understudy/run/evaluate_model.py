@@ -58,25 +58,30 @@ async def evaluate_model(
     agent: str | None = None,
     *,
     k: int | None = None,
+    max_batch: int | None = None,
+    dtype: str | None = None,
     best: bool = False,
     answers_to: Path | None = None,
     view: LiveView | None = None,
 ) -> dict[str, float]:
     """Evaluates `model` on `data`: greedy answers, and `k` samples per problem. `answers_to`: a file that gets every
-    problem's row with its greedy answer in the column `written`, for example for `rollout.off_policy`.
+    problem's row with its greedy answer in the column `written`, for example for `rollout.off_policy`. `max_batch`: how many
+    answers are written at the same time. `dtype`: of a model that is no run.
 
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
     check_measurable(model, data, reward, best=best)
-    check_counts(samples, k, max_new_tokens)
+    check_counts(samples, k, max_new_tokens, max_batch)
     subject = _Subject.of(model)
-    settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k)
+    if subject.run is not None and dtype is not None:
+        raise ConfigError("--dtype is for a model that is no run; a run's student is measured in its own")
+    settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k, max_batch)
     view = view or LiveView(0, enabled=False)
     dataset = load_dataset(settings.source, settings.place)  # before the model, which may take minutes
     async with AsyncExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="understudy-eval-"))
         media = MediaStore(subject.run.media if subject.run else scratch)
-        student = _load(subject, media, best, view)
+        student = _load(subject, media, best, view, dtype or "float32")
         renderer = _renderer(subject, settings, student)
         if settings.rollout.max_new_tokens >= renderer.context:
             raise ConfigError(
@@ -148,6 +153,7 @@ class _Settings:
         max_new_tokens: int | None,
         agent: str | None,
         k: int | None,
+        max_batch: int | None,
     ) -> _Settings:
         own, rollout = subject.data, subject.rollout
         source = own.eval if data is None and own else data
@@ -158,14 +164,18 @@ class _Settings:
             raise ConfigError(
                 "--k: this run samples at temperature 0, where all samples of a problem are the same"
             )
-        given = {"agent": agent or rollout.agent, "max_new_tokens": max_new_tokens or rollout.max_new_tokens}
+        given = {
+            "agent": agent or rollout.agent,
+            "max_new_tokens": max_new_tokens or rollout.max_new_tokens,
+            "max_batch": max_batch or rollout.max_batch,
+        }
         judge = load_reward(name, key="--reward" if reward else "data.reward")
         return cls(source, "--data" if data else "data.eval", judge, rollout.model_copy(update=given), k)
 
 
-def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView) -> LoadedModel:
+def _load(subject: _Subject, media: MediaStore, best: bool, view: LiveView, dtype: str) -> LoadedModel:
     with view.work(f"loading {subject.name}"):
-        student = _student_of(subject.student) if subject.student else load_model(subject.name)
+        student = _student_of(subject.student) if subject.student else load_model(subject.name, dtype=dtype)
     student = student.with_pictures(
         media, subject.name, subject.student.revision if subject.student else None
     )

@@ -132,7 +132,8 @@ async def resume(
     seat_here(recipe, gpu_names())
     data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student, recipe.teachers)
     refuse_shorter(run, recipe.trainer, len(data.train))
-    refuse_cut_window(run, changed_recipe(run, ())[0].trainer, recipe.trainer, len(data.train))
+    before, _ = changed_recipe(run, ())  # the recipe without this resume's overrides
+    refuse_cut_window(run, before.trainer, recipe.trainer, len(data.train))
     recipe, data = recipe.with_steps(len(data.train)), _with_notes(recipe, data, notes)
     saved = last_checkpoint_step(run)
     finished = _is_finished(recipe, run, saved) and read_json(run.state).get("status") == "finished"

@@ -43,9 +43,13 @@ def check_measurable(
         )
 
 
-def check_counts(samples: int | None, k: int | None, max_new_tokens: int | None) -> None:
-    """Raises for a number of problems, of samples or of tokens with which nothing would be measured."""
-    given = [("--samples", samples, 1), ("--k", k, 0), ("--max-new-tokens", max_new_tokens, 1)]
+def check_counts(
+    samples: int | None, k: int | None, max_new_tokens: int | None, max_batch: int | None = None
+) -> None:
+    """Raises for a number of problems, of samples, of tokens or of answers at a time with which nothing would be measured."""
+    given = [
+        ("--samples", samples, 1), ("--k", k, 0), ("--max-new-tokens", max_new_tokens, 1), ("--max-batch", max_batch, 1)
+    ]  # fmt: skip
     problems = [
         f"{flag} {count}: expected a whole number of at least {least} (from Python: {flag[2:].replace('-', '_')})"
         for flag, count, least in given

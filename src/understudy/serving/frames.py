@@ -141,10 +141,8 @@ async def read(reader: asyncio.StreamReader, most: int) -> bytearray | None:
             raise FrameError(f"a frame of {PREFIX.size + size} bytes; at most {most} are read")
         frame += await reader.readexactly(size)
         return frame
-    except (
-        asyncio.IncompleteReadError,
-        OSError,
-    ):  # a write that fails raises its own error here: EPIPE, no route
+    except (asyncio.IncompleteReadError, OSError):
+        # OSError: a write that failed raises its error (EPIPE, no route) in the reader.
         return None
 
 

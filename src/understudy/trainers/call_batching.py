@@ -110,33 +110,35 @@ class _Call:
     result: asyncio.Future[Any]
 
 
-async def _results(queue: CallQueue, calls: Sequence[_Call]) -> Sequence[Any]:
-    results = await queue.run([call.item for call in calls])
-    if len(results) != len(calls):
-        raise RuntimeError(f"queue {queue.name} gave {len(results)} results for {len(calls)} calls")
+async def _results(queue: CallQueue, items: Sequence[Any]) -> Sequence[Any]:
+    results = await queue.run(items)
+    if len(results) != len(items):
+        raise RuntimeError(f"queue {queue.name} gave {len(results)} results for {len(items)} calls")
     return results
 
 
-def _halves(calls: Sequence[_Call]) -> tuple[Sequence[_Call], Sequence[_Call]]:
-    middle = (len(calls) + 1) // 2
-    return calls[:middle], calls[middle:]
+async def _send_once(queue: CallQueue, calls: Sequence[_Call]) -> Sequence[Sequence[_Call]]:
+    """Sends one batch and gives each caller its result or error. Returns the two halves of a batch that was refused,
+    which the caller sends again; nothing of any other batch."""
+    try:
+        results = await _results(queue, [call.item for call in calls])
+    except Exception as error:
+        if len(calls) > 1 and not isinstance(error, _SHARED_FAULTS):
+            middle = (len(calls) + 1) // 2
+            return calls[:middle], calls[middle:]
+        _fail(calls, error)
+    except BaseException as error:
+        _fail(calls, error)
+        raise
+    else:
+        _answer(calls, results)
+    return ()
 
 
 async def _run(queue: CallQueue, calls: Sequence[_Call]) -> None:
-    """Launch one batch and give each caller its result or error."""
-    try:
-        results = await _results(queue, calls)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            _fail(calls, error)
-            raise
-        if len(calls) == 1 or isinstance(error, _SHARED_FAULTS):
-            _fail(calls, error)
-        else:
-            for half in _halves(calls):
-                await _run(queue, half)
-    else:
-        _answer(calls, results)
+    """Sends a batch; returns when every caller has its result or error."""
+    for half in await _send_once(queue, calls):
+        await _run(queue, half)
 
 
 @dataclass(slots=True)
@@ -230,7 +232,8 @@ class BatchByArrival:
         if queue.check is not None:
             queue.check(item)
         if queue.split is None:
-            return await _alone(queue, item)
+            (result,) = await _results(queue, [item])
+            return result
         loop = asyncio.get_running_loop()
         call = _Call(key, item, loop.create_future())
         if queue.name not in self._collected:
@@ -275,21 +278,10 @@ def _launch(queue: CallQueue, calls: Sequence[_Call]) -> None:
 
 async def _run_launched(queue: CallQueue, calls: Sequence[_Call]) -> None:
     """As `_run`, but each half of a refused batch is launched, and cancelled, on its own."""
-    try:
-        results = await _results(queue, calls)
-    except Exception as error:
-        if len(calls) == 1 or isinstance(error, _SHARED_FAULTS):
-            _fail(calls, error)
-        else:
-            for half in _halves(calls):
-                waiting = [call for call in half if not call.result.done()]
-                if waiting:
-                    _launch(queue, waiting)
-    except BaseException as error:
-        _fail(calls, error)
-        raise
-    else:
-        _answer(calls, results)
+    for half in await _send_once(queue, calls):
+        waiting = [call for call in half if not call.result.done()]
+        if waiting:
+            _launch(queue, waiting)
 
 
 def _answer(calls: Sequence[_Call], results: Sequence[Any]) -> None:
@@ -302,10 +294,3 @@ def _fail(calls: Sequence[_Call], error: BaseException) -> None:
     for call in calls:
         if not call.result.done():
             call.result.set_exception(error)
-
-
-async def _alone(queue: CallQueue, item: Any) -> Any:
-    results = await queue.run([item])
-    if len(results) != 1:
-        raise RuntimeError(f"queue {queue.name} gave {len(results)} results for 1 call")
-    return results[0]

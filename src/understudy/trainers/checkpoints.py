@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from understudy.dataplane.journal.schema import FILE_NAME
 from understudy.dataplane.ledger import Ledger
@@ -35,7 +34,7 @@ from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
-from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
+from understudy.trainers.critic.local import critic_state, critic_tensors
 from understudy.trainers.system import Learner, RunState, System
 
 logger = logging.getLogger(__name__)
@@ -48,11 +47,9 @@ def training_state(learner: Learner) -> PolicyState:
     if learner.critic is None:
         return state
     own = learner.critic.state()
-    extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
-    extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
     return replace(
         state,
-        optimizer={**state.optimizer, **extra},
+        optimizer={**state.optimizer, **critic_tensors(own)},
         # A run has one random state, the trainer's, even if its critic is in another process.
         progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
     )
@@ -149,12 +146,12 @@ async def _when_final(state: RunState, step: int, written: Future[Path], *, keep
     # Shielded: a cancellation here must not cancel a save that has not begun, or the saver would report that
     # instead of the original error.
     path = await asyncio.shield(asyncio.wrap_future(written))
-    await _let_go(state, keep_best=keep_best)
+    await _mark_and_free(state, keep_best=keep_best)
     if state.callbacks is not None:
         await state.callbacks.checkpoint(step, path, keep_best and state.saves.best.step == step)
 
 
-async def _let_go(state: RunState, *, keep_best: bool) -> None:
+async def _mark_and_free(state: RunState, *, keep_best: bool) -> None:
     """After a checkpoint is final: mark it if it is the best, and free rows that no resume can need."""
     point("sync.after_checkpoint")
     if keep_best:
@@ -173,12 +170,13 @@ def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
     checkpoint = store.load()
     journal = run.dataplane / FILE_NAME
     settled = Ledger(journal).settled() if journal.exists() else -1
-    # Of damaged checkpoints that an earlier resume removed only the journal still knows.
+    # The second condition sees damaged checkpoints that are still there. If an earlier resume has removed them, only
+    # the journal (`settled`) shows that rows were deleted for them.
     if checkpoint.step < settled or checkpoint.step not in store.resumable():
-        found = f"whole: {'; '.join(checkpoint.skipped)}" if checkpoint.skipped else "left"
+        damaged = f" ({'; '.join(checkpoint.skipped)})" if checkpoint.skipped else ""
         raise CheckpointError(
-            f"no checkpoint of {run.path} that it can go on from is {found}. The one of step {checkpoint.step} is, but the rows "
-            "after it are deleted: put back a copy of a later one, or start a new run from an export of it (`understudy export`)"
+            f"{run.path} has no checkpoint to go on from{damaged}. That of step {checkpoint.step} is whole, but the rows after it "
+            "are deleted: put back a copy of a later one, or start a new run from an export of it (`understudy export`)"
         )
     if checkpoint.skipped:
         try:
@@ -205,7 +203,7 @@ async def restore(system: System, checkpoint: Checkpoint) -> None:
     system.producer.cursor.restore(checkpoint.extra["cursor"])
     system.state.tally.rows_trained = int(checkpoint.extra["rows_trained"])
     # The previous launch may have been killed between the checkpoint and this call.
-    await _let_go(system.state, keep_best=system.learner.settings.trainer.keep_best)
+    await _mark_and_free(system.state, keep_best=system.learner.settings.trainer.keep_best)
 
 
 def verify_teachers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> None:

@@ -84,8 +84,7 @@ from understudy.types.prompt import Prompt, split_key
 
 logger = logging.getLogger(__name__)
 
-
-_INTERPRETER_TURN = 0.0005
+_SWITCH_INTERVAL_S = 0.0005
 """The thread switch interval of the interpreter, in seconds. The event loop, the engine's thread and the
 trainer's thread share one interpreter. An engine that returns from the GPU has little Python to run before
 the GPU works again. With Python's default of 5 ms a busy event loop would delay it at every token."""
@@ -94,7 +93,7 @@ the GPU works again. With Python's default of 5 ms a busy event loop would delay
 async def train_fully_async(system: System, stop: Interrupts) -> int:
     """Run until the recipe's last step or a stop request. Returns the last step taken."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _INTERPRETER_TURN))
+    sys.setswitchinterval(min(before, _SWITCH_INTERVAL_S))
     try:
         return await _train(system, stop)
     finally:
@@ -164,7 +163,6 @@ class _AsyncRun:
         return training_columns(settings.loss, settings.scored)
 
     # --- admit
-    # ------------------------------------------------------------------------------------------------
 
     async def admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start producers for as many prompts as there are free slots, window after window."""
@@ -219,7 +217,6 @@ class _AsyncRun:
             producer.cancel()
 
     # --- train
-    # ------------------------------------------------------------------------------------------------
 
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system
@@ -323,7 +320,7 @@ class _AsyncRun:
         complete = asyncio.create_task(progress.complete.wait())
         try:
             await asyncio.wait({whole, complete}, return_when=asyncio.FIRST_COMPLETED)
-            # The rows that finished last may reach the claim in the next turn of the event loop.
+            # The rows that finished last may reach the claim in the next iteration of the event loop.
             await asyncio.sleep(0)
         finally:
             complete.cancel()

@@ -1,5 +1,5 @@
-"""The update of a step with what stays of its rows: some with all token columns (`run.keep_rows`), and their
-text (`run.rollout_dump_every`).
+"""The update of a step, and the copies of its rows that stay in the run directory: some rows with all token columns
+(`run.keep_rows`), and the text of all (`run.rollout_dump_every`).
 
     batch ──choose──> keys ──TokenWatch──> update ──> columns per token ──┐
                       └──── weight versions, turns ──────────────────────┴──> kept_rows/STEP.rows, STEP.jsonl
@@ -37,18 +37,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FACTS = ("weight_versions", "turns", "metrics")
-"""What a batch does not have of its rows; of scored ones, also `REPLICA`, and `VERSION` if teachers follow the student."""
-_LINE = ("source", "why", "own_prompts")
-"""Facts that are not columns of the row."""
+_NOT_IN_BATCH = ("weight_versions", "turns", "metrics")
+"""Columns of the plane that a batch lacks. Of scored rows also `REPLICA`, and `VERSION` if teachers follow the student."""
+_LINE_ONLY = ("source", "why", "own_prompts")
+"""Facts that are written into the row's line of the .jsonl file alone, not into its pack of columns."""
 _PER_TOKEN = ("tokens", "loss_mask", "behaviour_logprobs")
+"""Columns with an entry for every token."""
 _PER_WRITTEN = ("teacher_logprobs", "teacher_ids", "teacher_topk_logprobs")
+"""Columns with an entry for every loss-bearing token."""
 
 Row = dict[str, Any]
 
 
 async def update_and_keep(system: System, lease: Lease, batch: BatchRef, step: int) -> StepResult:
-    """One step of the student. What is to be kept of its rows was read when it returns: an ack may follow."""
+    """One step of the student, on the event loop (`update` computes on its own thread). When it returns, everything to be
+    kept of the rows has been read from the plane, so the caller may ack them, which deletes them there."""
     producer, settings = system.producer, system.producer.settings
     chosen: dict[int, str] = {}
     if settings.keep_rows and isinstance(batch, Batch):
@@ -72,12 +75,13 @@ async def update_and_keep(system: System, lease: Lease, batch: BatchRef, step: i
 async def _keep(
     producer: Producer, lease: Lease, batch: Batch, step: int, chosen: Mapping[int, str], watch: TokenWatch
 ) -> None:
-    """Reads what the ack lets go, and begins to write. An error here is logged and does not fail the step."""
+    """Reads the columns that are deleted with the ack, and starts a task that writes the files. An error here is
+    logged and does not fail the step."""
     state, some = producer.state, lease.meta.at(list(chosen))
     if state.kept_rows.writing is not None:
         await state.kept_rows.writing  # files of two steps are not written at the same time
     try:
-        names = (*_FACTS, REPLICA) if batch.teachers else _FACTS
+        names = (*_NOT_IN_BATCH, REPLICA) if batch.teachers else _NOT_IN_BATCH
         if producer.teachers.gate is not None:
             names = (*names, VERSION)
         facts: dict[str, Any] = await state.plane.get(some, names)
@@ -139,6 +143,7 @@ def _write(
     row_facts: Sequence[Row],
     watch: TokenWatch,
 ) -> None:
+    """Writes the files of one step. Runs on a thread of `asyncio.to_thread`, one step at a time."""
     kept, tokenizer = producer.state.kept_rows, producer.renderer.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if kept.keeper is None:
@@ -148,7 +153,9 @@ def _write(
             write_atomically(folder / "tokenizer.json", backend.to_str())
     trained = watch.columns()
     rows = [
-        columns | trained.get(batch.keys[i], {}) | {name: facts[name] for name in facts if name not in _LINE}
+        columns
+        | trained.get(batch.keys[i], {})
+        | {name: facts[name] for name in facts if name not in _LINE_ONLY}
         for i, columns, facts in zip(chosen, columns_of(batch, chosen), row_facts, strict=True)
     ]
     ids = [row["tokens"].tolist() for row in rows]
@@ -157,9 +164,8 @@ def _write(
     ]
     pieces = [*(one[:first] for one, first in zip(ids, firsts, strict=True)),
               *(one[first:] for one, first in zip(ids, firsts, strict=True))]  # fmt: skip
-    if (
-        backend is not None
-    ):  # one by one: a batch wakes a thread per core, which costs more than a few short rows
+    if backend is not None:
+        # One by one: a batch wakes a thread per core, which costs more than a few short rows.
         texts = [backend.decode(one, skip_special_tokens=False) for one in pieces]
     else:
         texts = [tokenizer.decode(one) for one in pieces]

@@ -68,6 +68,7 @@ class LoadedModel:
         batching: Batching = Batching.COMPOSED,
         max_length: int | None = None,
         kv_format: KVFormat = KVFormat.MODEL,
+        recompute_kv: bool = True,
     ) -> HFEngine:
         return HFEngine(
             self.model,
@@ -78,6 +79,7 @@ class LoadedModel:
             batching=batching,
             detokenize=self.tokenizer.decode,
             kv_format=kv_format,
+            recompute_kv=recompute_kv,
             pictures=self.pictures,
         )
 

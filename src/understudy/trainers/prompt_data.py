@@ -15,7 +15,8 @@ from understudy.media.pictures import PictureLimits, Pictures, PictureSizes
 from understudy.media.processor import PictureProcessor, PictureReader, vision_family
 from understudy.media.sources import PictureSources
 from understudy.media.store import MediaStore
-from understudy.planning.models.opened import open_teachers
+from understudy.planning.models.aligned import aligned_names
+from understudy.planning.models.opened import open_student, open_teachers
 from understudy.planning.overlong import Overlong, PromptLimits, prompt_limits, settle_overlong
 from understudy.planning.teacher_checks import contexts_of
 from understudy.policy.load import context_of_config, load_tokenizer
@@ -57,7 +58,9 @@ def open_data(
     if _is_limited(data):
         tokenizer, context, processor = _student_facts(student)
         teachers = teachers or {}
-        contexts = contexts_of(teachers, open_teachers(teachers))
+        folders, own = open_teachers(teachers), open_student(student)
+        aligned = aligned_names(teachers, own, folders) if own else set()
+        contexts = contexts_of(teachers, {name: one for name, one in folders.items() if name not in aligned})
         scored = prompt_limits(data, rollout, context, teachers, contexts)
         train, notes = without_overlong(data, rollout, train, "data.train", tokenizer, scored, processor)
         if held_out is not None:
@@ -111,9 +114,8 @@ def without_overlong(
         prompts = [seen.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
         renderer.ahead(prompts)
         for prompt in prompts:
-            with suppress(
-                DataError
-            ):  # a prompt that cannot be rendered becomes a dead letter when its turn comes
+            # A prompt that cannot be rendered becomes a dead letter when its turn comes.
+            with suppress(DataError):
                 length = len(renderer.render(prompt, tools=loops.schemas(prompt)))
                 overlong.see(prompt.ordinal, dataset.rows[prompt.ordinal], length)
     return settle_overlong(overlong, dataset, data, rollout)

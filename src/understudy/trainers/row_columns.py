@@ -50,16 +50,17 @@ def own_prompt_column(teacher: str) -> str:
 
 def sizes_of(trajectory: Trajectory) -> dict[str, int]:
     """A row's `SIZES`. Versions are −1 if none of its tokens was generated."""
-    versions = [version for version in set(trajectory.weight_versions.tolist()) if version >= 0]
+    versions = trajectory.weight_versions[trajectory.weight_versions >= 0]
     return {
         "tokens": len(trajectory.tokens),
         "loss": int(np.count_nonzero(trajectory.loss_mask)),
-        "oldest": min(versions, default=-1),
-        "newest": max(versions, default=-1),
+        "oldest": int(versions.min()) if len(versions) else -1,
+        "newest": int(versions.max()) if len(versions) else -1,
     }
 
 
 def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
+    """The columns that a rollout writes, by name."""
     own: dict[str, Any] = {}
     if trajectory.candidate_ids is not None:
         own[CANDIDATES] = trajectory.candidate_ids
@@ -81,6 +82,7 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def score_columns(scores: TeacherScores) -> dict[str, Any]:
+    """The columns that a teacher's scores add to a row, by name."""
     columns: dict[str, Any] = {
         SCORED: scores.teacher,
         REPLICA: scores.replica,
@@ -97,7 +99,8 @@ def score_columns(scores: TeacherScores) -> dict[str, Any]:
     return columns
 
 
-def finite(trajectory: Trajectory) -> Trajectory:
+def with_finite_reward(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, or a `DataError` if its reward is NaN or infinite."""
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
         raise DataError(
             f"row {trajectory.key} came with reward {trajectory.reward}; expected a finite number"
@@ -115,7 +118,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
                 "not known, and put everything else into `extra`"
             )
     try:
-        for name, value in rollout_columns(finite(trajectory)).items():
+        for name, value in rollout_columns(with_finite_reward(trajectory)).items():
             check_encodable(name, value)
     except DataPlaneError as error:
         raise DataError(f"row {trajectory.key} cannot be stored: {error}") from None

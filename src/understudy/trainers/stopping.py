@@ -6,7 +6,7 @@
 | the step still waits after STOP_WAIT_S | cancel the wait (rows, a publish, an evaluation), save, exit |
 | still closing LEAVE_S after the save  | end child processes and this process                         |
 | second SIGINT or SIGTERM              | end child processes and this process                         |
-| signal not handled for DEAF_S         | the same: a coroutine blocks the event loop                  |
+| signal not handled for BLOCKED_S      | the same: a coroutine blocks the event loop                  |
 
 After the first signal a computation is always finished. A wait is bounded, because its end may never come (a reward that hangs, a
 stopped teacher). No child process survives in any of these cases.
@@ -37,9 +37,10 @@ STOP_WAIT_S = 8.0
 """How long a step may go on waiting after the first interrupt."""
 LEAVE_S = 12.0
 """How long processes and connections may take to close after the save."""
-DEAF_S = 25.0
+BLOCKED_S = 25.0
 """How long the event loop may take to handle a signal."""
 _CANCEL_S = 3.0
+"""How long a wait that is cancelled may take to end."""
 Result = TypeVar("Result")
 
 
@@ -69,9 +70,10 @@ class Interrupts:
     """
 
     def __init__(self, on_first: Callable[[str], None], on_second: Callable[[], None] = lambda: None) -> None:
+        """`on_first` shows a message after the first signal; `on_second` ends child processes after the second."""
         self.requested = False
         self.training = False
-        self._gave_up = False
+        self._abandoned = False
         self._stop_request = asyncio.Event()
         self._on_stop: list[Callable[[], None]] = []
         self._on_first = on_first
@@ -79,9 +81,9 @@ class Interrupts:
         self._task: asyncio.Task[object] | None = None
         self._installed: list[signal.Signals] = []
         self._exit_timer: threading.Timer | None = None
-        self._deaf_timer: threading.Timer | None = None
+        self._blocked_timer: threading.Timer | None = None
         self._caller: Caller | None = None
-        self._asked = False
+        self._caller_asked = False
 
     def starting(self, on_second: Callable[[], None]) -> None:
         """The run's parts are being started, for the first time or again. `on_second` ends them at once."""
@@ -105,7 +107,7 @@ class Interrupts:
         On `Abandoned` or a cancellation the caller next closes what `work` uses. So `work` gets `_CANCEL_S`
         to end first.
         """
-        if self._gave_up:
+        if self._abandoned:
             work.close()
             raise Abandoned
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stop_request.wait())
@@ -122,7 +124,7 @@ class Interrupts:
                 await asyncio.wait({task}, timeout=_CANCEL_S)
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                     logger.warning("what was given up ended with %s: %s", type(error).__name__, error)
-        self._gave_up = True
+        self._abandoned = True
         # Hanging threads may fill the old executor, and saving needs free threads.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="leaving"))
         raise Abandoned
@@ -133,7 +135,7 @@ class Interrupts:
 
         def end() -> None:
             before_exit()
-            self._leave_now()
+            self._end_now()
 
         self._exit_timer = _daemon(LEAVE_S, end)
 
@@ -162,26 +164,29 @@ class Interrupts:
     ) -> None:
         if self._caller is not None:
             self._caller.stop = None
-        for timer in (self._exit_timer, self._deaf_timer):
+        for timer in (self._exit_timer, self._blocked_timer):
             if timer is not None:
                 timer.cancel()
         for number in self._installed:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._deaf_timer is None:
-            self._deaf_timer = _daemon(DEAF_S, self._leave_now)
+        """Python's signal handler, on the main thread. If the loop does not handle the signal (`_interrupt`) within
+        `BLOCKED_S`, the process ends."""
+        if self._blocked_timer is None:
+            self._blocked_timer = _daemon(BLOCKED_S, self._end_now)
 
     def _stop_by_caller(self) -> None:
         """Called on the caller's thread."""
-        if self._asked:
-            self._leave_now()
+        if self._caller_asked:
+            self._end_now()
             return
-        self._asked = True
+        self._caller_asked = True
         self._received(signal.SIGINT, None)
         self._loop.call_soon_threadsafe(self._interrupt, signal.SIGINT)
 
-    def _leave_now(self) -> None:
+    def _end_now(self) -> None:
+        """Called on the event loop, or on a timer's or the caller's thread."""
         self._on_second()
         if self._caller is not None:
             self._caller.leave()
@@ -190,12 +195,12 @@ class Interrupts:
         os._exit(EXIT_NOW)
 
     def _interrupt(self, number: signal.Signals) -> None:
-        if self._deaf_timer is not None:
-            self._deaf_timer.cancel()
+        if self._blocked_timer is not None:
+            self._blocked_timer.cancel()
         if self.requested and number is signal.SIGHUP:
             return  # shell and kernel both send it when a terminal closes: this is no second request
         if self.requested:
-            self._leave_now()
+            self._end_now()
             return
         self.requested = True
         self._stop_request.set()

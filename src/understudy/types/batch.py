@@ -59,11 +59,6 @@ class BatchMeta(msgspec.Struct, frozen=True):
             raise KeyError(f"not in this batch: {missing[:5]}")
         return self.at([place[key] for key in keys])
 
-    def reorder(self, indexes: Sequence[int]) -> BatchMeta:
-        if sorted(indexes) != list(range(len(self))):
-            raise ValueError(f"reorder needs a permutation of 0 … {len(self) - 1}, got {list(indexes)[:8]} …")
-        return self.at(indexes)
-
     def chunk(self, parts: int) -> list[BatchMeta]:
         """`parts` contiguous pieces whose sizes differ by at most one; short batches give empty pieces."""
         size, rest = divmod(len(self), parts)

@@ -44,13 +44,6 @@ class Jagged:
     def concat(cls, parts: Sequence[Jagged]) -> Jagged:
         return cls.from_rows([row for part in parts for row in part])
 
-    @classmethod
-    def from_nested(cls, nested: torch.Tensor) -> Jagged:
-        return cls.from_rows(list(nested.unbind()))
-
-    def to_nested(self) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
-
     @property
     def lengths(self) -> torch.Tensor:
         return self.offsets.diff()

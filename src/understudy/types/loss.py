@@ -200,10 +200,6 @@ class LossInputs:
         return self.token_ids_N.shape[0]
 
     @property
-    def num_candidates(self) -> int:
-        return 0 if self.teacher_ids_NK is None else self.teacher_ids_NK.shape[1]
-
-    @property
     def max_id(self) -> int:
         """Largest token id anywhere in the record (−1 if there is none), computed at construction without
         reading the device."""

@@ -70,6 +70,10 @@ class MetricMax:
 
 
 Metric = MetricSum | MetricTotal | MetricMin | MetricMax
+METRIC_KINDS: dict[str, type[Metric]] = {
+    kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
+}
+"""By name, as messages between processes name them."""
 
 
 def merge_metrics(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:

@@ -68,28 +68,16 @@ class RunView:
     # Status
 
     def state(self) -> dict[str, Any]:
-        try:
-            found = read_json(self.run.state)
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError):
-            return {}
+        return _table(self.run.state)
 
     def waits(self) -> dict[str, Any]:
-        try:
-            found = read_json(self.run.waits)
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError):
-            return {}
+        return _table(self.run.waits)
 
     def status(self) -> str:
         return run_status(self.state(), self.waits())
 
     def recipe(self) -> dict[str, Any]:
-        try:
-            found = read_json(self.run.recipe)
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError):
-            return {}
+        return _table(self.run.recipe)
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
@@ -102,10 +90,8 @@ class RunView:
         status = self.status()
         commands = {}
         if any(self.run.checkpoints.glob("step-*")):
-            data, best = (
-                recipe.get("data") or {},
-                " --best" if (self.run.checkpoints / "best").is_file() else "",
-            )
+            data = recipe.get("data") or {}
+            best = " --best" if (self.run.checkpoints / "best").is_file() else ""
             if data.get("eval") and data.get("reward"):
                 commands["evaluate"] = f"understudy eval {path}{best}"
             commands["export"] = f"understudy export {path} my-student{best}"
@@ -221,14 +207,12 @@ class RunView:
                 chunk.media.append(media_of(line))
                 if len(chunk.keys) >= _JOURNAL_ROWS:
                     break
-        except (UnderstudyError, OSError, ValueError, KeyError) as error:
+        except (UnderstudyError, OSError, ValueError, KeyError):
+            # The journal cannot be read now (it is being rewound, say): shown without rows in flight.
             chunk = Chunk("journal", 0, None)
-            self.journal_problem = str(error)
         with self._lock:
             self._rows.replace(chunk)
             self._journal_state = (time.monotonic(), max(stamps))
-
-    journal_problem = ""
 
     # Answers
 
@@ -347,6 +331,15 @@ class RunView:
     def same_prompt(self, checksum: int) -> list[dict[str, Any]]:
         with self._lock:
             return self._rows.same_prompt(checksum)
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of the run; empty if it is missing or damaged."""
+    try:
+        found = read_json(file)
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def _thinned(steps: Any, values: Any, points: int) -> list[list[float]]:

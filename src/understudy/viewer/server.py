@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -79,10 +80,8 @@ class ViewServer:
             more = False
             if time.monotonic() - self._asked < WATCHED_SECONDS:
                 for run in self.runs:
-                    try:
+                    with suppress(Exception):  # a run directory may vanish or be damaged at any moment
                         more = run.look() or more
-                    except Exception as error:  # a run directory may vanish or be damaged at any moment
-                        run.journal_problem = f"{type(error).__name__}: {error}"
             self._end.wait(0.005 if more else LOOK_SECONDS)
 
     def _refusal(self, request: Request) -> Response | None:

@@ -27,7 +27,8 @@ from understudy.policy.load import load_student
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.options import PoolOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.protocol import request_of
 from understudy.teacher.replica.assemble import build_worker
 from understudy.teacher.replica.in_process import LoraBaseReplica

@@ -31,8 +31,8 @@ from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
+from understudy.teacher.pool.options import PoolOptions, SupervisorOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 pytestmark = pytest.mark.timeout(120)

@@ -136,7 +136,7 @@ def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
     before = (run / "metrics.jsonl").read_bytes()
     code, output = run_cli("resume", str(run))
     assert code == 2 and "step-000004 is damaged" in output, output
-    assert f"The one of step {best} is, but the rows after it are deleted" in output, output
+    assert f"That of step {best} is whole, but the rows after it are deleted" in output, output
     assert store.steps() == [best, 4] and (run / "metrics.jsonl").read_bytes() == before
     (run / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(content)
     code, output = run_cli("resume", str(run), "--quiet")
@@ -272,6 +272,47 @@ def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_th
     assert code == 0 and lengths == [longest + 5], output
 
 
+def test_batch_and_number_format_of_a_model_that_is_no_run(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of a billion parameters is measured in float32, 64 answers at a time, unless both can be said."""
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:3]) + "\n")
+    made: list[tuple[str, int]] = []
+    make = LoadedModel.engine
+    monkeypatch.setattr(
+        LoadedModel, "engine",
+        lambda self, batch, *given, **named: made.append((str(self.model.dtype), batch)) or make(self, batch, *given, **named),
+    )  # fmt: skip
+    reward = "understudy.rollout.rewards.builtin:exact_match"
+    arguments = ("eval", str(recipe()["student"]["model"]), "--data", str(data), "--reward", reward)
+    arguments += ("--max-new-tokens", "5")
+    for flags in ((), ("--max-batch", "2", "--dtype", "bfloat16")):
+        code, output = call_cli(*arguments, *flags)
+        assert code == 0 and "evaluating on 3 problems" in output, output
+    assert made == [("torch.float32", 64), ("torch.bfloat16", 2)]
+
+
+def test_teachers_are_evaluated_within_the_context_of_the_student(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher's engine took the model's whole context: with an agent loop on a GPU too much to reserve for every row."""
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:4]) + "\n")
+    contexts: list[int] = []
+    greedy = Evaluator.greedy
+    monkeypatch.setattr(
+        Evaluator, "greedy", lambda self, *given, **named: contexts.append(self.context) or greedy(self, *given, **named)
+    )  # fmt: skip
+    table = recipe(
+        data__eval=str(data), trainer__steps=1, trainer__eval_teachers=True, rollout__context_length=48
+    )
+    for key in table["teachers"]:  # of the fixture's servers nothing is measured
+        table["teachers"][key] = {"model": str(ASSETS / "models" / f"teacher-{key}"), "key": key}
+    understudy.train(table, progress=False)
+    assert len(contexts) == 4 and set(contexts) == {48}, "the student, both teachers, then the student again"
+
+
 def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: Path) -> None:
     """`--max-new-tokens` counts, not the run's own budget: it used to let problems through that then failed."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:3]
@@ -294,6 +335,7 @@ def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: 
         (["--samples", "0"], "--samples 0: expected a whole number of at least 1 (from Python: samples)"),
         (["--k", "-1"], "--k -1: expected a whole number of at least 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0: expected a whole number of at least 1 (from Python: max_new_tokens)"),
+        (["--max-batch", "0"], "--max-batch 0: expected a whole number of at least 1 (from Python: max_batch)"),
         ([], "--max-new-tokens 256 leaves no room for a problem"),
     ],
 )  # fmt: skip

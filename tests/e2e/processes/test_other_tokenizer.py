@@ -18,10 +18,12 @@ from small_runs import ASSETS, TOKEN_VARIABLE, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import understudy
+from understudy.config import parse_recipe
 from understudy.dataplane.kept_rows import read_columns
 from understudy.dataplane.ledger import audit
 from understudy.errors import UnderstudyError
 from understudy.observability.metrics import without_clock
+from understudy.trainers.prompt_data import open_data
 
 Make = Callable[..., dict[str, Any]]
 STUDENT = ASSETS / "models" / "student"
@@ -292,3 +294,33 @@ def test_check_says_what_is_aligned(aligned: Make, train_rows: Path, tmp_path: P
     code, output = call_cli("check", str(write_toml(tmp_path / "r.toml", table)))
     flat = " ".join(output.split())
     assert code == 0 and "teachers.other has another tokenizer: 38 of its" in flat, output
+
+
+def test_a_teachers_room_is_counted_in_its_own_tokens(
+    recipe: Make, other: tuple[str, str], tmp_path: Path
+) -> None:
+    """A long number is half as many tokens for the teacher as for the student: its context does not limit the student's
+    prompt, which `data.overlong` is about."""
+    rows = [
+        {**row, "messages": [{"role": "user", "content": f"{place:060d}"}]} for place, row in enumerate(ROWS)
+    ]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (STUDENT, other[0]))
+    student, teacher = (
+        len(one.apply_chat_template(rows[0]["messages"], add_generation_prompt=True)["input_ids"])
+        for one in (ours, theirs)
+    )
+    assert teacher < student
+    aligned = {"other": {"model": other[0], "vocabulary": "align", "context_length": teacher + 8 + 1}}
+    table = recipe(
+        "run", **{**SMALL, "data__train": str(data), "data__overlong": "drop", "teachers": aligned}
+    )
+    code, output = call_cli("check", str(write_toml(tmp_path / "r.toml", table)))
+    assert code == 0 and "left out" not in output, output
+    assert (
+        open_data(
+            *(getattr(parse_recipe(table), name) for name in ("data", "rollout", "student", "teachers"))
+        ).notes
+        == []
+    )

@@ -142,3 +142,18 @@ def test_kill_and_resume(recipe: Make, tmp_path: Path, fault: str, determinism: 
 def test_a_siblings_answer_needs_siblings(recipe: Make) -> None:
     with pytest.raises(ConfigError, match=r"shows session.solution.*rollout.n = 1"):
         understudy.train(recipe_with(recipe, "never", rollout__n=1), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("{% if session.solution is defined %}{{ session.solution }}{% endif %}{{ prompt }}", "solution"),
+        ("{{ session.reward }}{{ prompt }}", "reward"),
+        ("{{ session.feedback }}{{ prompt }}", "feedback"),
+    ],
+)
+def test_without_a_reward_there_is_nothing_to_show(recipe: Make, prompt: str, shown: str) -> None:
+    table = recipe_with(recipe, "never", teachers__add__prompt=prompt, teachers__sort__prompt="{{ prompt }}")
+    del table["data"]["reward"]
+    with pytest.raises(ConfigError, match=f"teachers.add.prompt shows session.{shown}, .* set data.reward"):
+        understudy.train(table, progress=False)

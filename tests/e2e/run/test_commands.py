@@ -133,7 +133,8 @@ def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "forward_kl over the teacher's top-8" in capsys.readouterr().out
     assert main(["plan", path, "trainer.steps=77"]) == 0
     out = capsys.readouterr().out
-    assert '"steps": 77' in out and "trainer" in out and "77 steps" in out
+    assert "[trainer]\nsteps = 77\n" in out and "77 steps" in out
+    assert "topk = 8\n" in out and "gamma" not in out, "keys with their defaults are left out"
 
 
 def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:

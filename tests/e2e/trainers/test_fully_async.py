@@ -87,6 +87,21 @@ def test_every_row_is_trained_once_and_none_is_too_old(
         assert rows == 12
 
 
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_generations_continue_over_kept_keys_and_values(recipe: Make, processes: int) -> None:
+    run = understudy.train(
+        recipe(
+            rollout__recompute_kv=False, rollout__processes=processes, rollout__max_new_tokens=100, rollout__temperature=8.0,
+            trainer__max_staleness=1.0, trainer__batch_size=8, trainer__steps=6, **ASYNC,
+        ),
+        progress=False,
+    )  # fmt: skip
+    report = audit(run.dir)
+    assert report.balanced and report.trained == 48
+    assert max(line["async/staleness/max"] for line in run.metrics) == 1
+    assert sum(line["async/partial_rollouts"] for line in run.metrics) > 0, "some were under way at a publish"
+
+
 def test_rewards_and_distillation_together(recipe: Make) -> None:
     run = understudy.train(
         recipe(loss__task_coef=0.5, rollout__n=4, trainer__batch_size=4, trainer__steps=3, **ASYNC),

@@ -23,8 +23,8 @@ from understudy.serving.supervisor import Restarts
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import Failure, HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
+from understudy.teacher.pool.options import PoolOptions, SupervisorOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer

@@ -29,8 +29,8 @@ from understudy.teacher.pool import clock, supervisor
 from understudy.teacher.pool.clock import MonotonicClock
 from understudy.teacher.pool.health import HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
+from understudy.teacher.pool.options import PoolOptions, SupervisorOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

@@ -18,7 +18,8 @@ from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.options import PoolOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.weights import snapshots

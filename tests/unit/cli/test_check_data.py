@@ -248,7 +248,7 @@ def threeargs(row, text, more): return 0.0
 def nan(row, text): return float("nan")
 def words(row, text): return "good"
 def column(row, text): return row["missing"]
-def raises(row, text): raise RuntimeError("grader broke")
+def raises(row, text): raise RuntimeError("grader broke\\n" + "so it did " * 100)
 def hangs(row, text): time.sleep(60)
 def crashes(row, text): print("last words", flush=True); os._exit(7)
 def on_trajectory(row, trajectory): raise RuntimeError
@@ -267,7 +267,7 @@ constant = 3
         ("nan", "gave nan; expected a finite number, or a dict with `score` at"),
         ("words", "gave 'good'; expected a finite number"),
         ("column", "raised KeyError: 'missing' (the row has the columns answer, data_source, messages) at"),
-        ("raises", "raised RuntimeError: grader broke at"),
+        ("raises", "raised RuntimeError: grader broke so it did so it did"),
         ("hangs", "within 0.5 s; what takes longer belongs to its import"),
         ("crashes", "ended its process with code 7 (last words) at"),
         ("fien", "does not exist: has no function fien; did you mean 'fine'?"),

@@ -95,6 +95,18 @@ def test_servers_have_a_way_of_their_own_to_keep_keys_in_eight_bits() -> None:
         recipe("rollout.kv_cache=fp8", *SERVERS)
 
 
+def test_kept_keys_and_values_need_generations_that_continue() -> None:
+    asynchronous = ("rollout.recompute_kv=false", "trainer.mode=fully_async")
+    assert not recipe(*asynchronous).rollout.recompute_kv
+    for others in (
+        ("rollout.recompute_kv=false",),
+        (*asynchronous, "trainer.partial_rollouts=false"),
+        (*asynchronous, *SERVERS),
+    ):
+        with pytest.raises(ConfigError, match="hf' and generations that continue"):
+            recipe(*others)
+
+
 def test_several_are_told_together() -> None:
     with pytest.raises(
         ConfigError, match=r"`replicas`, `dtype` belong .* out \(replicas = 1, dtype = 'float32'\)"

@@ -1,5 +1,6 @@
 """Small real models and requests for the engine tests."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import HFEngine
 
 VOCAB, EOS = 42, 2
@@ -70,3 +71,24 @@ def make_requests(
         GenerateRequest(f"row-{i}", rng.integers(3, VOCAB, length).astype(np.int32), sampling, seed=1000 + i)
         for i, length in enumerate(lengths)
     ]
+
+
+async def tokens_drawn(engine: HFEngine, count: int) -> None:
+    """Returns once the running batch has drawn `count` tokens a row."""
+    while (batch := engine._scheduler._batch) is None or batch.decoding._step < count:
+        await asyncio.sleep(0.001)
+
+
+def logprobs_over_kept_cache(
+    old: Any, new: Any, request: GenerateRequest, generation: Generation, switch: int
+) -> np.ndarray:
+    """By plain transformers, the log-probabilities of a generation whose first `switch` tokens `old` drew, if `new` continued over
+    the keys and values of `old`. The newest token was drawn before the publish and read after it, so `new` computes its keys."""
+    ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
+    border = len(request.tokens) + switch - 1
+    with torch.no_grad():
+        before = old(input_ids=ids[:, :border], use_cache=True)
+        after = new(input_ids=ids[:, border:], past_key_values=before.past_key_values, use_cache=True)
+    logprobs = torch.cat([before.logits[0], after.logits[0]]).log_softmax(-1)
+    written = len(request.tokens)
+    return logprobs[written - 1 : -1].gather(1, ids[0, written:, None])[:, 0].numpy()

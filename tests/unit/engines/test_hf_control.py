@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import EOS, engine_over, make_model, make_requests
+from engine_models import EOS, engine_over, logprobs_over_kept_cache, make_model, make_requests, tokens_drawn
 from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Sampling
@@ -93,6 +93,42 @@ def test_pause_holds_everything_and_resume_changes_nothing() -> None:
             assert len(steps) == held and not task.done()
             await engine.resume()
             assert [g.tokens.tolist() for g in await task] == plain
+
+    run(body)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("entering", [0, 3])
+def test_kept_keys_and_values_are_read_by_the_new_weights(family: str, entering: int) -> None:
+    """Every token's log-probability is the one it was drawn with, and its version that of the weights that drew it; also of
+    rows that enter the batch after the publish, and of rows that ended before."""
+    old, new = make_model(family, seed=0), make_model(family, seed=1)
+    requests = [*make_requests(4, LONG), *make_requests(2, Sampling(5), seed=3)]
+    later = make_requests(entering, Sampling(20), seed=7)
+
+    async def body() -> None:
+        settings: dict[str, Any] = {"recompute_kv": False, "batching": Batching.CONTINUOUS, "version": 3}
+        async with engine_over(make_model(family, seed=0), **settings) as engine:
+            task = asyncio.create_task(engine.generate(requests))
+            await tokens_drawn(engine, 8)
+            await engine.pause()
+            joining = asyncio.create_task(engine.generate(later))
+            await asyncio.sleep(0)
+            await engine.update_weights(4, new.named_parameters())
+            await engine.resume()
+            first, second = await task, await joining
+        for request, generation in zip(later, second, strict=True):
+            assert set(generation.weight_versions.tolist()) == {4}
+            assert generation.tokens.tolist() == generate_plainly(new, request)[0]
+        mixed = 0
+        for request, generation in zip(requests, first, strict=True):
+            switch = int((generation.weight_versions == 3).sum())
+            count = len(generation.tokens)
+            assert generation.weight_versions.tolist() == [3] * switch + [4] * (count - switch)
+            mixed += 0 < switch < count
+            expected = logprobs_over_kept_cache(old, new, request, generation, switch)
+            np.testing.assert_allclose(generation.logprobs, expected, atol=2e-5)
+        assert mixed == 4
 
     run(body)
 

@@ -457,7 +457,7 @@ def test_rest_and_return() -> None:
     preferred = replicas.pick("session", 10)
     assert preferred is not None
     for _ in range(REST_AFTER):
-        replicas.failed(preferred, 10, "down")
+        replicas.failed(preferred, 10)
         preferred.outstanding_tokens += 10
     preferred.outstanding_tokens = 0
     other = replicas.pick("session", 10)
@@ -478,13 +478,13 @@ def test_a_server_that_names_a_time_rests_so_long() -> None:
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     busy = replicas.all[0]
     for wait in (20.0, 5.0):
-        replicas.failed(busy, 0, "503", wait)
+        replicas.failed(busy, 0, wait)
     assert busy.failures == 0 and busy.resting_until == 20.0
     assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4))
     now = 20.0
     assert replicas.pick("x", 1) is busy
     replicas.gone(busy)
-    replicas.failed(busy, 0, "503", 5.0)
+    replicas.failed(busy, 0, 5.0)
     now = 1e6
     assert replicas.pick("y", 1) is replicas.all[1], "one that is gone stays gone"
 
@@ -494,7 +494,7 @@ def test_a_fast_failure_does_not_look_idle() -> None:
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     failing = replicas.pick("", 100)
     assert failing is not None
-    replicas.failed(failing, 100, "down")
+    replicas.failed(failing, 100)
     assert replicas.pick("", 100) is not failing
     now = 60.0
     assert failing.weight(now)[0] < 1
@@ -506,6 +506,6 @@ def test_a_server_that_is_gone_stays_so_whatever_still_fails_there() -> None:
     gone = replicas.all[0]
     replicas.gone(gone)
     for _ in range(2 * REST_AFTER):
-        replicas.failed(gone, 10, "what it was writing broke off")
+        replicas.failed(gone, 10)
     now = 1e6
     assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4)), "it has old weights, if any"

@@ -31,7 +31,7 @@ WEIGHTS = [("w", torch.zeros(2))]
 class Mended(RemoteEngine):
     """An engine whose servers are started again when they die."""
 
-    def _give_up(self, replica: EngineReplica) -> bool:
+    def _report_lost(self, replica: EngineReplica) -> bool:
         self.withdraw(replica.name)
         return True
 
@@ -264,7 +264,7 @@ def test_a_server_that_stays_paused_is_not_asked_without_rest(tmp_path: Path) ->
 
 def test_the_wait_for_a_restart_does_not_count_as_retries(tmp_path: Path) -> None:
     class Restarting(Mended):
-        def _restarting(self) -> bool:
+        def _is_restarting(self) -> bool:
             return True
 
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:

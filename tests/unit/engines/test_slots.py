@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import EOS, engine_over, make_model, make_requests
+from engine_models import EOS, engine_over, logprobs_over_kept_cache, make_model, make_requests, tokens_drawn
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local import slots
@@ -180,6 +180,30 @@ def test_a_live_update_refills_the_slots() -> None:
                     at = len(request.tokens) + start
                     expected = logprobs[at - 1 : -1].gather(1, ids[0, at:, None])[:, 0].numpy()
                     np.testing.assert_allclose(generation.logprobs[start:end], expected, atol=2e-5)
+
+    asyncio.run(body())
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_slots_are_kept_under_new_weights(device: str) -> None:
+    old, new = make_model("qwen3-16", seed=0), make_model("qwen3-16", seed=1)
+    requests = make_requests(4, Sampling(100))
+
+    async def body() -> None:
+        settings = {"layout": CacheLayout.SLOTS, "max_batch": 4, "version": 0, "recompute_kv": False}
+        async with engine_over(make_model("qwen3-16"), device=device, **settings) as engine:
+            task = asyncio.create_task(engine.generate(requests))
+            await tokens_drawn(engine, 5)
+            await engine.update_weights(1, new.named_parameters())
+            for request, generation in zip(requests, await task, strict=True):
+                switch = int((generation.weight_versions == 0).sum())
+                assert 0 < switch < 100
+                assert generation.weight_versions.tolist() == [0] * switch + [1] * (100 - switch)
+                expected = logprobs_over_kept_cache(old, new, request, generation, switch)
+                np.testing.assert_allclose(
+                    generation.logprobs, expected, atol=1e-4 if device == "cuda" else 2e-5
+                )
 
     asyncio.run(body())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from vision_models import FAMILIES, folder_of, picture, reader_of
 
+from understudy.assembly.teachers.prompts import teacher_prompts_of
+from understudy.config import RolloutConfig, TeacherConfig
 from understudy.errors import DataError
 from understudy.media.for_vllm import one_marker_each
 from understudy.media.pictures import Pictures
 from understudy.media.store import MediaStore
 from understudy.rollout.dataset import load_dataset
 from understudy.rollout.render import Renderer
+from understudy.types.usable_ids import UsableIds
 
 _PROCESSORS = {
     "qwen2_5_vl": Qwen2_5_VLProcessor,
@@ -157,3 +161,21 @@ def test_ids_with_one_marker_for_each_picture(family: str, tmp_path: Path) -> No
     first = row[: 1 + len(shown[0])]
     assert one_marker_each(reader, "row", first, names).tolist() == [50, pad]
     assert one_marker_each(reader, "row", np.array([52], np.int32), ()).tolist() == [52]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_placeholders_text_in_a_teachers_own_prompt_is_text(family: str, tmp_path: Path) -> None:
+    """As in the student's prompt: a row without pictures may hold it."""
+    renderer = renderer_of(family, MediaStore(tmp_path / "media"))
+    assert renderer.pictures is not None
+    literal = renderer.pictures.processor.placeholder_texts[0]
+    row = {"messages": [{"role": "user", "content": f"what is {literal}?"}]}
+    prompt = load_dataset([row]).prompt(0, key="00000-0000000", epoch=0)
+    teachers = {"told": TeacherConfig(model="m", prompt="{{ prompt }} A marker.")}
+    usable = UsableIds(1 << 20).without(renderer.pictures.processor.placeholder_ids)
+    prompts = teacher_prompts_of(
+        teachers, RolloutConfig(), renderer.tokenizer, {}, usable, AsyncExitStack(), renderer.pictures
+    )
+    ids = prompts.ids("told", prompt)
+    assert ids is not None and f"what is {literal}? A marker." in renderer.tokenizer.decode(ids)
+    assert not {*ids.tolist()} & {*renderer.pictures.processor.placeholder_ids}

@@ -28,12 +28,12 @@ from understudy.media.pictures import PictureLimits
 from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.http import RequestRefused
-from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.clients.native import ReplicaClient, connect_native
 from understudy.teacher.pool.cache import item_digest
 from understudy.teacher.pool.integrity import check_row, check_same, identify
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import connect_native
+from understudy.teacher.pool.options import PoolOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.protocol import decode_request, encode_request, request_of
 from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.scoring.body import ScoringLayout

@@ -158,7 +158,7 @@ def test_a_row_that_climbs_far_above_its_reference_is_rescaled(signal: str) -> N
     """Logits of later blocks exceed those of earlier ones by a hundred: what was written before must shrink, not overflow."""
     case = make_case(seed=6, tokens=6, dtype=torch.float32)
     case.bias = case.bias + torch.arange(61).double() * 2.0
-    low = torch.arange(case.inputs.num_candidates).expand_as(case.inputs.teacher_ids_NK).contiguous()
+    low = torch.arange(case.inputs.teacher_ids_NK.shape[1]).expand_as(case.inputs.teacher_ids_NK).contiguous()
     object.__setattr__(case.inputs, "teacher_ids_NK", low)
     object.__setattr__(case.inputs, "token_ids_N", low[:, 0].contiguous())
     objective = Objective("forward_kl", signal, backend="triton")

@@ -106,7 +106,7 @@ def test_a_name_that_is_nothing_is_told_at_once(tmp_path: Path) -> None:
     message = ask("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert "no such model in the local hub cache" in message and "(was not reached)" in message
     assert "(HF_HUB_OFFLINE is set)" in ask("maker/tiny", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
-    assert time.monotonic() - began < 30, "no retries"
+    assert time.monotonic() - began < 60, "no retries"
 
 
 COMMANDS = """

@@ -66,6 +66,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "another format": (lambda m: (m / "model.safetensors").write_bytes(b"PK\x03\x04" * 100), "is not a complete safetensors file"),
     "pointer": (lambda m: (m / "model.safetensors").write_text(POINTER), "model.safetensors is a git-lfs pointer.*git lfs pull"),
     "pointer of the tokenizer": (lambda m: (m / "tokenizer.json").write_text(POINTER), "tokenizer.json is a git-lfs pointer"),
+    "cut tokenizer": (lambda m: cut(m / "tokenizer.json"), r"tokenizer.json cannot be read \(.*\); download or copy it again"),
     "no shard": (no_shard, f"{SHARDS[1]} of the 2 files named in .* is missing"),
     "cut shard": (cut_shard, f"{SHARDS[1]} has .* its header promises"),
     "broken index": (broken_index, "is not an index of weight files"),
@@ -124,6 +125,14 @@ def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
     edit(model / "config.json", **change)
     [problem] = preflight(recipe_of(model))
     assert message in problem and problem.startswith("student.model = ")
+
+
+def test_a_tokenizer_of_a_later_release_is_refused_with_the_other_problems(model: Path) -> None:
+    """Valid JSON that the tokenizers library does not know raises a bare Exception there."""
+    known = json.loads((model / "tokenizer.json").read_text())
+    edit(model / "tokenizer.json", model=known["model"] | {"type": "OfTomorrow"})
+    [problem] = preflight(recipe_of(model))
+    assert "tokenizer.json cannot be read by tokenizers" in problem and "upgrade tokenizers" in problem
 
 
 ENDLESS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from families import FAMILIES, Family, make
 from small_runs import ASSETS
 from transformers import AutoTokenizer
 
+from understudy.errors import PolicyError
 from understudy.policy.load import load_student, load_tokenizer, switch_off_router_noise
 from understudy.policy.supervised import SupervisedSchedule, pad_rows, train
 
@@ -89,3 +91,26 @@ def test_other_models_are_left_as_they_are() -> None:
     for name in ("mixtral", "qwen3-moe"):
         model = make(name).train()
         assert switch_off_router_noise(model) == [] and all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tie_word_embeddings": False}, r"its files lack the weights lm_head\.weight; download or copy"),
+        ({"num_hidden_layers": 3}, r"its files lack the weights model\.layers\.2\..* \(and \d+ more\)"),
+        ({"vocab_size": 200}, r"model\.embed_tokens\.weight has the shape \["),
+    ],
+)
+def test_a_model_whose_files_do_not_hold_all_its_weights_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers fills what is missing with random numbers."""
+    monkeypatch.setitem(FAMILIES, "tied", Family("llama", {"tie_word_embeddings": True}))
+    make("tied").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ASSETS / "models" / "student").save_pretrained(tmp_path)
+    load_student(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(PolicyError, match=message) as error:
+        load_student(str(tmp_path))
+    assert "\n" not in str(error.value)

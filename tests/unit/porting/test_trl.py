@@ -53,6 +53,7 @@ def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
         ("DistillationConfig", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 2, "num_processes": 4},
          {"trainer.batch_size": None, "rollout.n": 2, "trainer.ranks": 4}),
         ("DistillationConfig", {"max_steps": 50, "warmup_ratio": 0.1}, {"trainer.steps": 50, "trainer.warmup_steps": 5, "trainer.passes": None}),
+        ("DistillationConfig", {"max_steps": 33, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine_with_min_lr"}, {"trainer.warmup_steps": 4, "trainer.schedule": "cosine"}),
         ("DistillationConfig", {"use_peft": True, "lora_r": 64, "lora_target_modules": ["q_proj"]}, {"student.lora.rank": 64, "student.lora.targets": ["q_proj"]}),
         ("DistillationConfig", {"use_vllm": True, "vllm_tensor_parallel_size": 2},
          {"rollout.engine": "vllm", "rollout.engine_args": ["--gpu-memory-utilization=0.3", "--tensor-parallel-size=2"]}),

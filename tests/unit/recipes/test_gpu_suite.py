@@ -1,13 +1,16 @@
 """benchmarks/one_gpu/suite.py: tasks in their order, in pieces, and nothing left behind by one that is ended."""
 
 import json
+import random
 import shlex
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SUITE = ROOT / "benchmarks" / "one_gpu" / "suite.py"
@@ -62,6 +65,72 @@ time.sleep(600)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child of a killed task lives"
         time.sleep(0.05)
+
+
+def test_what_a_task_needs_may_be_named_by_a_variable_and_what_it_makes_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    making = (
+        task("making", f"open({str(made)!r}, 'w')", needs='["$PLACE_OF_THE_SUITE"]')
+        + f"makes = {str(made)!r}\n"
+    )
+    tasks = task("first", "") + making
+    output, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first"]
+    assert "making: not run, needs $PLACE_OF_THE_SUITE" in output
+    monkeypatch.setenv("PLACE_OF_THE_SUITE", str(tmp_path))
+    _, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first", "making"] and made.exists()
+    (tmp_path / "out" / "tasks.jsonl").unlink()
+    _, lines = suite(tmp_path, tasks)
+    assert [line["name"] for line in lines] == ["first"], "what the other task makes is there"
+
+
+def archived(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        return {name: archive.extractfile(name).read() for name in archive.getnames()}
+
+
+def test_results_of_a_killed_task_are_in_the_archive_and_its_checkpoints_are_deleted(tmp_path: Path) -> None:
+    """Metrics of earlier GPU runs were lost with the machine: only --out had them."""
+    code = f"""
+import pathlib, time
+run = pathlib.Path({str(tmp_path / "out" / "run")!r})
+(run / "checkpoints" / "step-1").mkdir(parents=True)
+(run / "checkpoints" / "step-1" / "model.safetensors").write_bytes(b"0" * 1000)
+(run / "metrics.jsonl").write_text('{{"step": 1}}\\n')
+print("half-way", flush=True)
+time.sleep(600)
+"""
+    archive = tmp_path / "back" / "results.tar.gz"
+    output, _ = suite(tmp_path, task("long", code, seconds=3), "--archive", str(archive))
+    found = archived(archive)
+    assert set(found) == {"run/metrics.jsonl", "tasks.jsonl", "long.log"}
+    assert found["long.log"] == b"half-way\n" and "half-way\n== long: past its seconds, killed" in output
+    assert not (tmp_path / "out" / "run" / "checkpoints").exists()
+
+
+def test_an_archive_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.append(str(SUITE.parent))
+    import archive
+
+    noise = random.Random(0)
+    lines = "".join(f"{noise.random()}\n" for _ in range(40_000))
+    for name in ("a.json", "b.jsonl", "c.log", "weights.safetensors"):
+        (tmp_path / name).write_text(lines)
+    monkeypatch.setattr(archive, "MOST_ARCHIVED", 400_000)
+    archive.write_archive(tmp_path, tmp_path / "back" / "results.tar.gz")
+    found = archived(tmp_path / "back" / "results.tar.gz")
+    assert list(found) == ["a.json", "b.jsonl", "left-out.txt"] and found["left-out.txt"] == b"c.log\n"
+    (tmp_path / "a.json").unlink(), (tmp_path / "b.jsonl").unlink()
+    archive.write_archive(tmp_path, tmp_path / "back" / "results.tar.gz")
+    end = archived(tmp_path / "back" / "results.tar.gz")["c.log"]
+    assert (
+        len(end) <= 300_000
+        and lines.encode().endswith(end)
+        and end.split(b"\n")[0] in lines.encode().split(b"\n")
+    )
 
 
 def test_the_projects_own_tasks_name_files_that_exist() -> None:

@@ -174,7 +174,7 @@ def test_half_a_character_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"uni\.jsonl, line 2: prompt holds half of a character"):
         load_dataset(path)
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match=r"uni\.jsonl is not UTF-8"):
+    with pytest.raises(DataError, match=r"uni\.jsonl, line 2 is not UTF-8"):
         load_dataset(path)
     path.write_text('{"prompt": "a", "x": ' + "[" * 100_000)
     with pytest.raises(DataError, match="nested too deeply"):

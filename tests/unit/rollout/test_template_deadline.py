@@ -37,7 +37,7 @@ def test_an_endless_chat_template_is_the_prompt_s_own_error() -> None:
     renderer.ahead([ONE])
     with pytest.raises(DataError, match=r"00000-0000003 cannot be rendered .* did not end within 0\.3 s"):
         renderer.render(ONE)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # it has no end otherwise
     tokenizer.chat_template = honest
     assert "hello" in tokenizer.decode(renderer.render(ONE).tolist())
 

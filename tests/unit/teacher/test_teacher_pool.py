@@ -30,8 +30,9 @@ from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import ReplicaSupervisor, SupervisorOptions
+from understudy.teacher.pool.options import PoolOptions, SupervisorOptions
+from understudy.teacher.pool.pool import TeacherPool
+from understudy.teacher.pool.processes import ReplicaProcesses
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.probe import CANARY_KEY
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
@@ -1124,9 +1125,9 @@ def test_a_replica_that_does_not_score_the_fixed_tokens_is_named() -> None:
 
             return never
 
-    supervisor, replica = SimpleNamespace(teacher="add"), SimpleNamespace(name="0", client=Silent())
-    identify: Any = ReplicaSupervisor._identify
+    processes, replica = SimpleNamespace(_teacher="add"), SimpleNamespace(name="0", client=Silent())
+    identify: Any = ReplicaProcesses.identify
     with pytest.raises(
         TeacherError, match=r"teacher add, replica 0 did not score the fixed tokens within 0\.1 s"
     ):
-        asyncio.run(identify(supervisor, replica, 0.1))
+        asyncio.run(identify(processes, replica, 0.1))

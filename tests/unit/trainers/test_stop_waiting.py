@@ -111,13 +111,13 @@ def test_cancelled_work_is_over_when_its_waiter_is(turns: int) -> None:
 DEAF = """
 import asyncio, os, signal, sys, threading, time
 from understudy.trainers import stopping as interrupts
-interrupts.DEAF_S = float(sys.argv[1])
+interrupts.BLOCKED_S = float(sys.argv[1])
 
 async def main():
     with interrupts.Interrupts(print, lambda: print("children ended", flush=True)) as stop:
         stop.training = True
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
-        while stop._deaf_timer is None or sys.argv[2] == "for ever":  # blocked: the signal is received, and the loop cannot handle it
+        while stop._blocked_timer is None or sys.argv[2] == "for ever":  # blocked: the signal is received, and the loop cannot handle it
             time.sleep(0.01)
         while not stop.requested:
             await asyncio.sleep(0.01)

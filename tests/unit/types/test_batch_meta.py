@@ -14,12 +14,6 @@ def test_select_keeps_tags_beside_their_keys() -> None:
         META.select(["z"])
 
 
-def test_reorder_needs_a_permutation() -> None:
-    assert META.reorder([2, 0, 1]).keys == ("c", "a", "b")
-    with pytest.raises(ValueError, match="permutation"):
-        META.reorder([0, 0, 1])
-
-
 @given(st.integers(0, 12), st.integers(1, 7))
 def test_chunks_are_balanced_and_whole(rows: int, parts: int) -> None:
     meta = BatchMeta("p", tuple(str(i) for i in range(rows)))

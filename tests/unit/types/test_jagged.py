@@ -19,12 +19,6 @@ def test_rows_survive(rows: list[list[int]]) -> None:
     assert [row.tolist() for row in Jagged.concat([jagged, jagged])] == rows + rows
 
 
-def test_nested_tensors_at_the_edge() -> None:
-    jagged = Jagged.from_rows([torch.arange(3.0), torch.arange(1.0)])
-    again = Jagged.from_nested(jagged.to_nested())
-    assert torch.equal(again.values, jagged.values) and torch.equal(again.offsets, jagged.offsets)
-
-
 def test_trailing_dimensions() -> None:
     jagged = Jagged.from_rows([torch.zeros(2, 4), torch.ones(3, 4)])
     assert jagged[1].shape == (3, 4) and jagged.select([1]).values.shape == (3, 4)

@@ -32,6 +32,7 @@ from understudy.assembly.this_machine import settings_of_run
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.faults import point
 from understudy.observability.rundir import RunDir
+from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.wire import batch_from, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
@@ -45,8 +46,6 @@ from understudy.trainers.critic.messages import (
     refusal_as_json,
     result_as_json,
     sizes,
-    state_from,
-    state_tensors,
 )
 
 log = logging.getLogger("understudy.assembly.processes.critic")
@@ -95,7 +94,7 @@ class CriticCommands:
                 critic.skip_step()
             case "state":
                 state = critic.state()
-                self._leaving = state_tensors(state)
+                self._leaving = state.tensors()
                 return {"progress": dict(state.progress), "bytes": sizes(self._leaving)}, {}
             case "part":
                 return {}, {name: self._leaving.pop(name) for name in head["names"]}
@@ -103,7 +102,7 @@ class CriticCommands:
                 self._coming |= tensors
             case "load_state":
                 coming, self._coming = self._coming, {}
-                critic.load_state(state_from(coming, head["progress"]))
+                critic.load_state(PolicyState.of_tensors(coming, head["progress"]))
             case other:
                 raise ConfigError(f"a critic knows no command {other!r}")
         return {}, {}

@@ -106,9 +106,8 @@ async def _listen(folder: Path, teachers: Teachers) -> None:
                 answer = await _answered(teachers, asked)
                 asked.unlink(missing_ok=True)
                 write_atomically(asked.with_suffix(".done"), json.dumps(answer))
-            except (
-                OSError
-            ):  # a full disk, a removed folder: the asking process gets no answer, and the run continues
+            except OSError:
+                # A full disk, a removed folder: the asking process gets no answer, and the run continues.
                 logger.exception("could not answer %s", asked.name)
         await asyncio.sleep(_LOOK_SECONDS)
 

@@ -12,8 +12,8 @@ from understudy.assembly.teachers.student_facts import StudentFacts
 from understudy.config import TeacherConfig
 from understudy.errors import ConfigError
 from understudy.teacher.clients.discover import ExternalServer
+from understudy.teacher.clients.native import Connect, connect_native
 from understudy.teacher.manifest import RequestBatching
-from understudy.teacher.pool.supervisor import Connect, connect_native
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.types.usable_ids import UsableIds
 

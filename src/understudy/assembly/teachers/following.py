@@ -32,8 +32,8 @@ from understudy.policy.checkpoints.durable import sync_directory, sync_file
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.serving.endpoint import Endpoint
+from understudy.teacher.pool.options import SupervisorOptions
 from understudy.teacher.pool.pool import TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.weights.snapshots import Snapshots
 

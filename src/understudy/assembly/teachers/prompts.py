@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from understudy.config import RolloutConfig, TeacherConfig
 from understudy.errors import ConfigError
+from understudy.media.processor import PictureReader
 from understudy.planning.teacher_checks import own_prompts
 from understudy.policy.load import load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
@@ -30,12 +31,13 @@ def teacher_prompts_of(
     others: Mapping[str, PreTrainedTokenizerBase],
     usable: UsableIds | None,
     stack: AsyncExitStack,
+    pictures: PictureReader | None = None,
 ) -> TeacherPrompts:
     """The prompts that teachers read instead of the student's. `others`: tokenizers of teachers that have another.
-    `stack` closes what their tools opened."""
+    `stack` closes what their tools opened. `pictures`: the student's, whose placeholders are text in a text."""
     own = own_prompts(teachers)
     unlimited = partial(Renderer, context=_NO_LIMIT, reserve=0)
-    renderer = unlimited(tokenizer, template_options=rollout.for_templates)
+    renderer = unlimited(tokenizer, template_options=rollout.for_templates, pictures=pictures)
     theirs = {
         name: unlimited(one, template_options=rollout.for_other_tokenizers) for name, one in others.items()
     }

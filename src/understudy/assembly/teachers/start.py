@@ -35,8 +35,8 @@ from understudy.teacher.manifest import RequestBatching
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.health import HealthRules
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool.supervisor import SupervisorOptions
+from understudy.teacher.pool.options import PoolOptions, SupervisorOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.replica.in_process import LoraBaseReplica, LoraBaseTeacher
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.types.loss import TeacherHead

@@ -59,9 +59,8 @@ def _waits(run_dir: RunDir) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    state = (
-        read_whole(run_dir.state) if run_dir.state.exists() else {}
-    )  # a launch that is killed early leaves none
+    # A launch that is killed early leaves no state.json.
+    state = read_whole(run_dir.state) if run_dir.state.exists() else {}
     if not run_dir.waits.exists():
         # Of a process on another machine nothing is known until it writes waits.json.
         status = state["status"] if _elsewhere(state) else run_status(state, {})

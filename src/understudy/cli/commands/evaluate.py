@@ -36,6 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples per problem besides the greedy answer; a run's own trainer.eval_k, or 0",
     )
     parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of a model that is no run: numbers of its weights; float32 when not given, a run has its own",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        help="answers that are written at the same time; a run's own rollout.max_batch, or 64",
+    )
+    parser.add_argument(
         "--answers",
         type=Path,
         metavar="FILE",
@@ -72,6 +82,8 @@ def run(options: argparse.Namespace) -> None:
                 options.samples,
                 options.agent,
                 k=options.k,
+                max_batch=options.max_batch,
+                dtype=options.dtype,
                 best=options.best,
                 answers_to=options.answers,
                 view=view,
@@ -83,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
 def _by_harness(options: argparse.Namespace) -> dict[str, float]:
     own = {
         "--data": options.data, "--reward": options.reward, "--agent": options.agent, "--k": options.k,
-        "--max-new-tokens": options.max_new_tokens, "--answers": options.answers,
+        "--max-new-tokens": options.max_new_tokens, "--max-batch": options.max_batch, "--dtype": options.dtype, "--answers": options.answers,
     }  # fmt: skip
     given = [flag for flag, value in own.items() if value is not None]
     if given:

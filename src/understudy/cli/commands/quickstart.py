@@ -11,7 +11,7 @@ EXAMPLE = "understudy quickstart trainer.steps=20"
 _NEXT = "loss.signal=hidden  # KL over the whole vocabulary instead of the teachers' 8 best tokens"
 """A next experiment that works as well as the quickstart itself (100 % and 100 % after its 200 steps)."""
 _BEGINNING = """quickstart: a tiny student learns sums and sorting from two teachers
-200 steps take about 2 minutes on 2 cores; loading …"""
+the recipe's 200 steps take about 2 minutes on 2 cores; loading …"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -92,6 +92,15 @@ _RULES = (
     ),
     _Rule(
         "rollout",
+        ("recompute_kv",),
+        lambda r: (
+            r.rollout.engine == "hf" and r.trainer.mode == "fully_async" and r.trainer.partial_rollouts
+        ),
+        "rollout.engine = 'hf' and generations that continue under new weights: trainer.mode = 'fully_async' with "
+        "trainer.partial_rollouts",
+    ),
+    _Rule(
+        "rollout",
         ("snapshots",),
         lambda r: r.rollout.engine != "hf" and r.rollout.live_weights,
         "servers that get new weights: rollout.engine = 'vllm' or 'sglang' with live_weights",

@@ -165,14 +165,19 @@ class Store:
         cells, resident = self._keep(pack_id, frames)
         row.resident += resident
         columns.update(cells)
-        changes.packs += (pack_id, pack(cells))
+        changes.packs += (pack_id, pack(cells))  # one flat list: `Changes.packs`
+        self._set_status(part, row, status)
+
+    def _set_status(self, part: Partition, row: StoredRow, status: RowStatus) -> None:
+        """After a write. A row gets its place in order of arrival when it is first finished."""
+        dirty = self.journal.changes.dirty
         if row.status is not status:
             part.set_status(row, status)
-            changes.dirty[row.id] = row
+            dirty[row.id] = row
         if row.arrival == 0 and status is RowStatus.FINISHED:
             row.arrival = self._next_arrival
             self._next_arrival += 1
-            changes.dirty[row.id] = row
+            dirty[row.id] = row
 
     def _keep(self, pack_id: int, frames: dict[str, bytes]) -> tuple[dict[str, bytes | SpillRef], int]:
         """Frames that are large, or that do not fit into memory, replaced by spill references; and the bytes

@@ -230,9 +230,8 @@ async def call_remote(
     plane. With a `Lease` the write is fenced by it."""
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
-    segment = plane.writer_segments.take(
-        site
-    )  # keeps the segment until the columns written there are adopted
+    # This reference keeps the segment until the columns written there are adopted.
+    segment = plane.writer_segments.take(site)
     answer = await ask(RemoteCall(handed, segment.number))
     for written in answer.written:
         await plane.adopt(meta.partition, written, lease=lease)

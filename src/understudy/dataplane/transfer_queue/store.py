@@ -125,14 +125,7 @@ class QueueStore(Store):
             super().write(part, row, frames, status)
             return
         self._adopt(part, row, frames)
-        changes = self.journal.changes
-        if row.status is not status:
-            part.set_status(row, status)
-            changes.dirty[row.id] = row
-        if row.arrival == 0 and status is RowStatus.FINISHED:
-            row.arrival = self._next_arrival
-            self._next_arrival += 1
-            changes.dirty[row.id] = row
+        self._set_status(part, row, status)
 
     def _adopt(self, part: Partition, row: StoredRow, written: WrittenRow) -> None:
         """Record columns that a remote process wrote into the run directory and perhaps the queue."""

@@ -42,7 +42,8 @@ from understudy.weights.broadcast import TransferBroken
 from understudy.weights.orders import BROKEN_TRANSFER, LARGEST_ORDER, OrderedWeights, WeightsOrder
 
 MAX_CALL_BYTES = 1 << 30
-_LARGEST_ORDER = 4096
+_LARGEST_SHORT_ORDER = 4096
+"""Bytes of an order without a list of tensors. Orders of weights may have `LARGEST_ORDER`."""
 _REFUSED = (
     (MessageError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
@@ -98,10 +99,10 @@ class HostApp:
 
     async def generate(self, http: Request) -> Response:
         call, requests = decode_call(await read_body(http, MAX_CALL_BYTES))
-        generations = await unless_gone(http, asyncio.ensure_future(self._written(call, requests)))
+        generations = await unless_gone(http, asyncio.ensure_future(self._generated(call, requests)))
         return Response(encode_answer(self._engine.version, generations), media_type=CONTENT_TYPE)
 
-    async def _written(self, call: int, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    async def _generated(self, call: int, requests: Sequence[GenerateRequest]) -> list[Generation]:
         if call <= self._aborted_through:  # the abort arrived before the call
             return [Generation.aborted() for _ in requests]
         return await self._engine.generate(requests)
@@ -143,7 +144,7 @@ class HostApp:
         return as_json({"status": "ok", "version": self._engine.version})
 
 
-async def read_order(http: Request, kind: type[Order], most: int = _LARGEST_ORDER) -> Order:
+async def read_order(http: Request, kind: type[Order], most: int = _LARGEST_SHORT_ORDER) -> Order:
     body = await read_body(http, most)
     try:
         return msgspec.json.decode(body, type=kind)

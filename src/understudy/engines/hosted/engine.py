@@ -37,7 +37,8 @@ from understudy.serving.supervisor import RestartCount, Restarts, StartedProcess
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 5.0
+_HEALTH_EVERY_S = 5.0
+"""How often every host is asked for /health."""
 _TRIES = 5
 """Attempts per batch. A batch that loses its host this often probably crashes it, so the batch fails."""
 
@@ -49,9 +50,9 @@ class HostedEngine:
     loop.
 
     timeout_s   how long a batch waits for a host that serves, before it fails
-    silence_s    a host that does not answer /health for this long is restarted
-    restarts     when a host that does not stay up is given up; with no host left, waiting batches fail
-    notify       called with a message when a host is lost and when it is back
+    silence_s   a host that does not answer /health for this long is restarted
+    restarts    when a host that does not stay up is given up; with no host left, waiting batches fail
+    notify      called with a message when a host is lost and when it is back
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class HostedEngine:
         self._version = version
         self._changing = asyncio.Lock()
         """Held while weights or the pause state change, so that a restarted host gets the newest of both."""
-        self._news = asyncio.Condition()
-        """Notified when a host is back or given up, on abort and on close; `_host` waits on it."""
+        self._hosts_changed = asyncio.Condition()
+        """Notified when a host is back or given up, on abort and on close; `_wait_for_host` waits on it."""
         self._calls = self._aborts = 0
         self._aborting = asyncio.Lock()
         self._paused = self._closed = False
         self._restarting: dict[str, asyncio.Task[None]] = {}
-        self._pulse = asyncio.create_task(self._check_health())
+        self._health_task = asyncio.create_task(self._check_health())
 
     @property
     def version(self) -> int:
@@ -94,45 +95,46 @@ class HostedEngine:
 
     @property
     def _serving(self) -> list[EngineReplica]:
-        return [host for host in self._replicas.all if host.resting_until == 0.0]
+        return [host for host in self._replicas.all if not host.is_gone]
 
     @property
     def outstanding_tokens(self) -> Mapping[str, int]:
         """By host: prompt and new tokens of its requests in flight."""
         return {host.name: host.outstanding_tokens for host in self._replicas.all}
 
-    # --- generation -------------------------------------------------------------------------------------------
+    # --- generation
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         if not requests:
             return []
         if self._batching is Batching.COMPOSED:
-            return await self._batch(requests, lambda size: self._by_hash(requests, size))
-        alone = [asyncio.ensure_future(self._alone(request)) for request in requests]
+            return await self._generate_batch(requests, lambda size: self._pick_by_hash(requests, size))
+        alone = [asyncio.ensure_future(self._generate_one(request)) for request in requests]
         try:
             return [generation for (generation,) in await asyncio.gather(*alone)]
         finally:
-            for task in alone:  # the first failure is the batch's
+            for task in alone:  # after one failure the results of the others are not used
                 task.cancel()
 
-    async def _alone(self, request: GenerateRequest) -> list[Generation]:
-        return await self._batch([request], lambda size: self._replicas.pick(request.session, size))
+    async def _generate_one(self, request: GenerateRequest) -> list[Generation]:
+        return await self._generate_batch([request], lambda size: self._replicas.pick(request.session, size))
 
-    def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> EngineReplica | None:
-        """Sends a batch to the same host regardless of load; to the next by hash if that host is gone."""
+    def _pick_by_hash(self, requests: Sequence[GenerateRequest], size: int) -> EngineReplica | None:
+        """Picks the host of a batch by a hash of its keys, whatever the load; the next by hash if that host is gone.
+        Counts the batch in the host's load. None while no host serves."""
         keys = "\n".join(request.key for request in requests)
 
-        def place_in_line(host: EngineReplica) -> bytes:
+        def rank_of(host: EngineReplica) -> bytes:
             return blake2b(f"{host.name}\n{keys}".encode(), digest_size=8).digest()
 
         if not self._serving:
             return None
-        chosen = min(self._serving, key=place_in_line)
+        chosen = min(self._serving, key=rank_of)
         chosen.outstanding_tokens += size
         chosen.sent_tokens += size
         return chosen
 
-    async def _batch(
+    async def _generate_batch(
         self, requests: Sequence[GenerateRequest], choose: Callable[[int], EngineReplica | None]
     ) -> list[Generation]:
         """Sends the whole batch again each time its host was lost, until a host answers."""
@@ -142,7 +144,7 @@ class HostedEngine:
             # A call sent while an abort is in flight would be aborted with the calls before it.
             async with self._aborting:
                 pass
-            host = await self._host(lambda: choose(size), aborts)
+            host = await self._wait_for_host(lambda: choose(size), aborts)
             if host is None:
                 return [Generation.aborted() for _ in requests]
             channel = self._channels[host.name]
@@ -159,10 +161,12 @@ class HostedEngine:
             f"the batch of {requests[0].key} … lost its engine process {_TRIES} times; the last time: {problem}"
         )
 
-    async def _host(self, choose: Callable[[], EngineReplica | None], aborts: int) -> EngineReplica | None:
+    async def _wait_for_host(
+        self, choose: Callable[[], EngineReplica | None], aborts: int
+    ) -> EngineReplica | None:
         """Waits for a host that serves; None if the batch was aborted first."""
         deadline = time.monotonic() + self._timeout_s
-        async with self._news:
+        async with self._hosts_changed:
             while True:
                 if self._closed:
                     raise EngineError("the engine is closed; it takes no more requests")
@@ -174,7 +178,7 @@ class HostedEngine:
                 if host is not None:
                     return host
                 try:
-                    await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
+                    await asyncio.wait_for(self._hosts_changed.wait(), deadline - time.monotonic())
                 except TimeoutError:
                     raise EngineError(
                         f"no engine process served within {self._timeout_s:g} s. {self._last_problems()}"
@@ -184,10 +188,10 @@ class HostedEngine:
         return "\n".join(sorted({count.problem for count in self._restarts.values()}))
 
     def _is_given_up(self, host: EngineReplica) -> bool:
-        gone = host.resting_until != 0.0 and host.name not in self._restarting
+        gone = host.is_gone and host.name not in self._restarting
         return gone and self._restarts[host.name].spent
 
-    # --- who computes beside the engine in its processes -------------------------------------------------------
+    # --- for a teacher that sits in the same processes
 
     @property
     def hosts(self) -> list[str]:
@@ -200,13 +204,13 @@ class HostedEngine:
     async def serving(self, host: str) -> Endpoint:
         """The address of a host's process. Waits while it is started again, and starts it if it has died."""
         (replica,) = (one for one in self._replicas.all if one.name == host)
-        if replica.resting_until == 0.0 and not self._processes.alive(host):
+        if not replica.is_gone and not self._processes.alive(host):
             self._lost(replica, self._channels[host], f"the process of {host} is gone")
-        async with self._news:
-            while replica.resting_until != 0.0:
+        async with self._hosts_changed:
+            while replica.is_gone:
                 if self._closed or self._is_given_up(replica):
                     raise EngineError(f"engine {host} does not serve. {self._restarts[host].problem}")
-                await self._news.wait()
+                await self._hosts_changed.wait()
         return replica.endpoint
 
     def replace(self, host: str, problem: str) -> None:
@@ -214,7 +218,7 @@ class HostedEngine:
         (replica,) = (one for one in self._replicas.all if one.name == host)
         self._lost(replica, self._channels[host], problem)
 
-    # --- control ----------------------------------------------------------------------------------------------
+    # --- control
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._closed:
@@ -243,8 +247,8 @@ class HostedEngine:
     async def abort(self) -> None:
         async with self._aborting:
             self._aborts += 1
-            async with self._news:
-                self._news.notify_all()
+            async with self._hosts_changed:
+                self._hosts_changed.notify_all()
             await self._tell_all("/v1/abort", AbortOrder(self._calls))
 
     async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
@@ -261,7 +265,7 @@ class HostedEngine:
             raise EngineError("the engine is closed")
         await asyncio.gather(*(tell(host) for host in self._serving))
 
-    # --- loss and restart of hosts --------------------------------------------------------------------------
+    # --- loss and restart of hosts
 
     def _lost(self, host: EngineReplica, channel: HostChannel, problem: str) -> None:
         """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""
@@ -294,8 +298,8 @@ class HostedEngine:
         self._notify(
             f"engine {host.name} is given up after {many(count.in_vain, 'restart')}: {count.problem}"
         )
-        async with self._news:
-            self._news.notify_all()
+        async with self._hosts_changed:
+            self._hosts_changed.notify_all()
 
     async def _bring_back(self, host: EngineReplica) -> None:
         """Starts a new process; it serves once it has the newest weights and our pause state."""
@@ -311,15 +315,15 @@ class HostedEngine:
         self._restarts[host.name].serves()
         logger.warning("engine %s is back, with weights of version %d", host.name, self._version)
         self._notify(f"engine {host.name} is back, with weights of version {self._version}")
-        async with self._news:
-            self._news.notify_all()
+        async with self._hosts_changed:
+            self._hosts_changed.notify_all()
 
     async def _check_health(self) -> None:
         """Finds hosts that died while idle and hosts that hang; requests have no timeout of their own."""
 
         async def check(host: EngineReplica) -> None:
             channel = self._channels[host.name]
-            if host.resting_until != 0.0:
+            if host.is_gone:
                 return
             if not self._processes.alive(host.name):
                 self._lost(host, channel, f"the process of {host.name} is gone")
@@ -327,19 +331,19 @@ class HostedEngine:
                 self._lost(host, channel, f"{host.name} does not answer /health")
 
         while True:
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_HEALTH_EVERY_S)
             await asyncio.gather(*(check(host) for host in self._replicas.all))
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        tasks = [self._pulse, *self._restarting.values()]
+        tasks = [self._health_task, *self._restarting.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with self._news:
-            self._news.notify_all()
+        async with self._hosts_changed:
+            self._hosts_changed.notify_all()
         # Stop the processes first: requests in flight then fail by themselves.
         await asyncio.gather(*(self._processes.stop(host.name) for host in self._replicas.all))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))

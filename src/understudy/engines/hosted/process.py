@@ -50,6 +50,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch", type=int, default=128, help="rows decoded together")
     parser.add_argument("--max-length", type=int, required=True, help="prompt and new tokens of one row")
     parser.add_argument("--kv-cache", default=KVFormat.MODEL, choices=[one.value for one in KVFormat])
+    parser.add_argument(
+        "--keep-kv", action="store_true", help="keep keys and values of running rows under new weights"
+    )
     parser.add_argument("--pad-id", type=int, default=0, help="filling that is never attended to")
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
@@ -98,6 +101,7 @@ def engine_over(model: Any, args: argparse.Namespace) -> HFEngine:
         batching=Batching(args.batching),
         detokenize=_detokenize(args.model, _source(args)),
         kv_format=KVFormat(args.kv_cache),
+        recompute_kv=not args.keep_kv,
         pictures=_pictures(args),
     )
 

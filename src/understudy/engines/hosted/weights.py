@@ -119,7 +119,9 @@ class WeightDelivery:
         pack = pack or bool(remote)
         file = await asyncio.to_thread(self._snapshots.write, version, named) if local or not pack else None
         if self._packed is not None:
-            self._spare, self._sending = [] if self._sending else self._packed.flats, False
+            # The buckets before these are packed into again, unless a thread may still send from them.
+            self._spare = [] if self._sending else self._packed.flats
+            self._sending = False
         self._file, before = file, self._file
         self._device = named[0][1].device
         self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if pack else None
@@ -151,11 +153,11 @@ class WeightDelivery:
             if self._packed is None and self._file is not None:
                 named = await asyncio.to_thread(self._snapshots.read, self._file)
                 self._packed = PackedWeights(named, self._bucket_bytes)
-            lost = await self._alone(version, host)
+            lost = await self._send_alone(version, host)
             if lost is not None:
                 raise lost
 
-    # --- hosts on other machines ------------------------------------------------------------------------------
+    # --- hosts on other machines
 
     async def _broadcast(self, version: int, remote: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
         """Sends to all remote hosts at once; then to each host alone that missed it because another died."""
@@ -187,7 +189,7 @@ class WeightDelivery:
             self._group = None
         lost = {host: problem for host, problem in missed.items() if isinstance(problem, HostLost)}
         again = [host for host in missed if host not in lost]
-        outcomes = await asyncio.gather(*(self._alone(version, host) for host in again))
+        outcomes = await asyncio.gather(*(self._send_alone(version, host) for host in again))
         return lost | {host: one for host, one in zip(again, outcomes, strict=True) if one is not None}
 
     def _backend_for(self, remote: Sequence[HostChannel]) -> GroupBackend:
@@ -206,7 +208,7 @@ class WeightDelivery:
             self._notes.add(text)
             logger.warning("%s", text)
 
-    async def _alone(self, version: int, host: HostChannel) -> HostLost | None:
+    async def _send_alone(self, version: int, host: HostChannel) -> HostLost | None:
         """Sends to one host in a group of two, which no other member can break; by gloo, without a GPU."""
         missed = await self._stream(version, _Group((host,), self._next_name()))
         return HostLost(f"{host.name} did not get the weights: {missed[host]}") if missed else None
@@ -221,12 +223,12 @@ class WeightDelivery:
             self._rendezvous = Rendezvous(self._address)
         orders = [self._group_order(group, rank) for rank in range(len(group.members) + 1)]
         staged = group.backend is GroupBackend.NCCL
-        stream = [
+        streams = [
             StreamOrder(order, self._packed.bucket_bytes, self._packed.notes, staged) for order in orders[1:]
         ]
         telling = [
             asyncio.ensure_future(host.order("/v1/weights", WeightsOrder(version, stream=one)))
-            for host, one in zip(group.members, stream, strict=True)
+            for host, one in zip(group.members, streams, strict=True)
         ]
         sending = asyncio.ensure_future(asyncio.to_thread(self._send, group, orders[0], self._packed))
         try:
@@ -240,6 +242,7 @@ class WeightDelivery:
         finally:
             if not sending.done():  # the thread ends at its deadline and reads the buckets until then
                 self._sending = True
+            # Marks its error as seen, or asyncio would log it: each host's own answer tells what went wrong.
             sending.add_done_callback(lambda done: done.cancelled() or done.exception())
             for answer in telling:
                 answer.cancel()
@@ -283,7 +286,7 @@ class WeightDelivery:
         self._groups += 1
         return f"weights-{self._groups}"
 
-    # --- hosts on this machine --------------------------------------------------------------------------------
+    # --- hosts on this machine
 
     async def _tell(self, hosts: Sequence[HostChannel], order: WeightsOrder) -> dict[HostChannel, HostLost]:
         answers = await asyncio.gather(

@@ -69,8 +69,8 @@ class HFEngine:
     The engine takes over `model` and puts it into eval mode. To generate with a model that is being
     trained, use `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is needed
     for stop strings only. `layout` is chosen by device and model unless it is given: slots on a GPU, if the
-    model supports them. `kv_format`: the number format of keys and values in slots. `pictures`: for a
-    vision-language model.
+    model supports them. `kv_format`: the number format of keys and values in slots. `recompute_kv`: compute those of running
+    rows again after new weights. `pictures`: for a vision-language model.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class HFEngine:
         version: int = -1,
         layout: CacheLayout | None = None,
         kv_format: KVFormat = KVFormat.MODEL,
+        recompute_kv: bool = True,
         pictures: PictureReader | None = None,
     ) -> None:
         self._pictures = pictures
@@ -106,6 +107,7 @@ class HFEngine:
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
             batching=batching,
+            recompute_kv=recompute_kv,
             stream=self._stream,
         )
 
@@ -299,7 +301,7 @@ class HFEngine:
             if self._features is not None and self._tower_changed:
                 self._features.clear()
                 self._tower_changed = False
-            self._scheduler.weights_changed()
+            self._scheduler.weights_changed(version)
         except BaseException as error:
             if self._torn:  # running rows would continue under a mixture of old and new weights
                 self._scheduler.fail(EngineError(f"a weight update failed half-way: {error}"))

@@ -155,6 +155,10 @@ class PaddedBatch:
         self.logits_BV = self.logits_BV[keep_B]
         kv.keep_rows(self.cache, keep_B, skip)
 
+    def continue_under(self, version: int) -> None:
+        self.decoding.version = version
+        self._use_lean_forward()  # it keeps transposed copies of some weights
+
     def join(self, other: RowBatch) -> None:
         assert isinstance(other, PaddedBatch)
         self.release()

@@ -72,11 +72,12 @@ class PendingDraw:
 
 
 class RowBatch(Protocol):
-    """Rows in flight under one weight version, on the scheduler's thread. Creating one runs the prompts.
+    """Rows in flight, on the scheduler's thread. Creating one runs the prompts.
 
     `draw` appends a token to every row; `advance` computes the logits of the next draw. Between the two,
-    rows may `end` early. Before a draw, another batch may `join`. Ended rows stay in the batch, unused,
-    until enough have ended (`dropping_pays`) or `release` is called.
+    rows may `end` early. Before a draw, another batch may `join`, and the model's weights may change
+    (`continue_under`). Ended rows stay in the batch, unused, until enough have ended (`dropping_pays`) or
+    `release` is called.
     """
 
     decoding: DecodingRows
@@ -88,6 +89,10 @@ class RowBatch(Protocol):
     def release(self) -> None: ...
 
     def join(self, other: RowBatch) -> None: ...
+
+    def continue_under(self, version: int) -> None:
+        """The model holds the weights of `version` now. The keys and values computed so far stay."""
+        ...
 
 
 class DecodingRows:
@@ -104,6 +109,8 @@ class DecodingRows:
         detokenize: Detokenize | None,
     ) -> None:
         self.rows, self.version = list(rows), version
+        self._logits_version_B = np.full(len(rows), version, dtype=np.int32)
+        """The weights that computed the logits of the next draw."""
         self._vocab, self._device, self._detokenize = vocab, device, detokenize
         settings = [row.request.sampling for row in rows]
         written = [len(row.tokens) for row in rows]
@@ -116,6 +123,7 @@ class DecodingRows:
         self._step = 0
         self._tokens_NB = np.zeros((self.steps_left, len(rows)), dtype=np.int32)
         self._logprobs_NB = np.zeros((self.steps_left, len(rows)), dtype=np.float32)
+        self._versions_NB = np.zeros((self.steps_left, len(rows)), dtype=np.int32)
         self._candidates = max(setting.candidates for setting in settings)
         self._candidates_NBK = np.zeros((self.steps_left, len(rows), self._candidates), dtype=np.int32)
         self._drawn_ids, self._unusable_BV = _usable_ids([s.usable for s in settings], vocab, device)
@@ -180,6 +188,9 @@ class DecodingRows:
             drawn.arrived.synchronize()
         news_3B = drawn.news_3B.numpy()
         self._tokens_NB[self._step], self._logprobs_NB[self._step] = news_3B[0], news_3B[1]
+        self._versions_NB[self._step] = self._logits_version_B
+        # Weights change between turns only, so the weights of this version compute the next logits.
+        self._logits_version_B[:] = self.version
         self._step += 1
         return self._end_rows(news_3B[2] > 0)
 
@@ -209,8 +220,9 @@ class DecodingRows:
                 continue
             # A character is at most four byte tokens, so this many of the newest tokens hold the whole string.
             window = 4 * max(map(len, stops)) + 4
-            newest = [*row.tokens, *self._tokens_NB[: self._step, i].tolist()][-window:]
-            text = self._detokenize(newest)
+            drawn = self._tokens_NB[max(self._step - window, 0) : self._step, i].tolist()
+            before = row.tokens[max(len(row.tokens) + len(drawn) - window, 0) :]
+            text = self._detokenize([*before, *drawn])
             has_stop_string_B[i] = any(stop in text for stop in stops)
         return has_stop_string_B
 
@@ -219,7 +231,7 @@ class DecodingRows:
         row = self.rows[i]
         row.tokens.extend(self._tokens_NB[: self._step, i].tolist())
         row.logprobs.extend(self._logprobs_NB[: self._step, i].tolist())
-        row.versions.extend([self.version] * self._step)
+        row.versions.extend(self._versions_NB[: self._step, i].tolist())
         if wanted := row.request.sampling.candidates:
             row.candidates.append(self._candidates_NBK[: self._step, i, :wanted].copy())
 
@@ -238,6 +250,7 @@ class DecodingRows:
         self.rows = [self.rows[i] for i in keep]
         self._alive_B, self._left_B = self._alive_B[keep], self._left_B[keep]
         self._tokens_NB, self._logprobs_NB = self._tokens_NB[:, keep], self._logprobs_NB[:, keep]
+        self._versions_NB, self._logits_version_B = self._versions_NB[:, keep], self._logits_version_B[keep]
         self._candidates_NBK = self._candidates_NBK[:, keep]
         self.newest_B, self._sampling = self.newest_B[keep_B], self._sampling.select(keep_B)
         if self._seen_BV is not None:
@@ -248,10 +261,13 @@ class DecodingRows:
 
     def joined(self, other: DecodingRows) -> DecodingRows:
         """A new record of the rows of both batches that have not ended."""
+        versions = [one._logits_version_B[one._alive_B] for one in (self, other)]
         rows = [*self.end(), *other.end()]
-        return DecodingRows(
+        joined = DecodingRows(
             rows, version=self.version, vocab=self._vocab, device=self._device, detokenize=self._detokenize
         )
+        joined._logits_version_B = np.concatenate(versions)
+        return joined
 
 
 def _usable_ids(

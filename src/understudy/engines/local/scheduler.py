@@ -64,7 +64,7 @@ class Call:
         return self.cancelled or self.aborted
 
     def fail(self, error: Exception) -> None:
-        self.cancelled = True
+        self.cancelled = True  # its rows need no more tokens
         self._tell(lambda: self.answer.set_exception(error))
 
     def _tell(self, settle: Callable[[], None]) -> None:
@@ -90,10 +90,12 @@ class Scheduler:
         max_batch: int,
         prefill_tokens: int,
         batching: Batching,
+        recompute_kv: bool = True,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: the CUDA stream of the thread's GPU work; None: the default stream."""
-        self._stream = stream
+        """`recompute_kv`: after new weights, compute the keys and values of running rows again. `stream`: the CUDA
+        stream of the thread's GPU work; None: the default stream."""
+        self._stream, self._recompute_kv = stream, recompute_kv
         self._build, self._max_batch, self._prefill_tokens = build, max_batch, prefill_tokens
         self._batching = batching
         self._batch: RowBatch | None = None
@@ -106,13 +108,13 @@ class Scheduler:
         their prompts fails, their calls fail."""
         self._changed = threading.Condition()
         self._paused = self._closed = False
-        self._refresh = False
-        """Weights changed: the batch's prompts are computed again before the next token."""
+        self._new_version: int | None = None
+        """Set if the weights have changed since the last turn: their version."""
         self._resting = True
         """No token is being computed; `pause` waits for this."""
         self._thread: threading.Thread | None = None
 
-    # --- called from outside ---------------------------------------------------------------------------------
+    # --- called from outside
 
     def submit(self, call: Call) -> None:
         with self._changed:
@@ -142,10 +144,10 @@ class Scheduler:
             self._paused = False
             self._changed.notify_all()
 
-    def weights_changed(self) -> None:
-        """While paused: keys and values of rows in flight must be computed again."""
+    def weights_changed(self, version: int) -> None:
+        """Called while paused, with the version of the weights that the model holds now."""
         with self._changed:
-            self._refresh = True
+            self._new_version = version
 
     def abort(self) -> None:
         """Ends every current call; later calls are not affected."""
@@ -169,7 +171,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
 
-    # --- the worker thread ------------------------------------------------------------------------------------
+    # --- the worker thread
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -196,12 +198,15 @@ class Scheduler:
                 self._changed.wait()
 
     def _turn(self) -> None:
-        if self._batch is not None and self._refresh:
-            self._entering = self._batch.decoding.end()
-            self._batch.release()
-            self._batch = None
-            self._enter()
-        self._refresh = False
+        if self._batch is not None and self._new_version is not None:
+            if self._recompute_kv:
+                self._entering = self._batch.decoding.end()
+                self._batch.release()
+                self._batch = None
+                self._enter()
+            else:
+                self._batch.continue_under(self._new_version)
+        self._new_version = None
         self._admit()
         if self._batch is None:
             return

@@ -333,6 +333,10 @@ class SlotBatch:
         self._logits_BV = self._logits_BV[torch.tensor(keep, dtype=torch.int64, device=self._device)]
         self._step = None
 
+    def continue_under(self, version: int) -> None:
+        self.decoding.version = version
+        self._step = None  # it may have been recorded with the addresses of the earlier weights
+
     def join(self, other: RowBatch) -> None:
         assert isinstance(other, SlotBatch)
         self.release()

@@ -124,10 +124,8 @@ class Continuation:
         return piece
 
     def generation(self) -> Generation:
-        pieces, wanted = (
-            [GeneratedPart.nothing(), *(piece for piece, _ in self._pieces)],
-            self.request.sampling.candidates,
-        )
+        pieces = [GeneratedPart.nothing(), *(piece for piece, _ in self._pieces)]
+        wanted = self.request.sampling.candidates
         ids = [one for piece in pieces for one in piece.candidates]
         versions = [np.full(len(piece.tokens), version, np.int32) for piece, version in self._pieces]
         return Generation(

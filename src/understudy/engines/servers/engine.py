@@ -91,13 +91,11 @@ class RemoteEngine:
         self._clients = {
             replica.name: self._client(replica.name, replica.endpoint) for replica in self._replicas.all
         }
-        self._deadline_s, self._deadline_per_token_s, self._timeout_s = (
-            deadline_s,
-            deadline_per_token_s,
-            timeout_s,
-        )
+        self._deadline_s, self._deadline_per_token_s = deadline_s, deadline_per_token_s
+        self._timeout_s = timeout_s
         self._version, self._seeded, self._detokenize = version, seeded, detokenize
-        self._unheard = dialect.resume
+        self._resume_order = dialect.resume
+        """Sent once, with the first weights (`_resume_left_paused`); then None."""
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self._idle = asyncio.Event()
@@ -112,7 +110,7 @@ class RemoteEngine:
         """Connections to servers that are gone."""
         sees = self._pictures is not None
         self._delivery = ServerWeights(
-            dialect, self._post, self._give_up, snapshots, handover, address, pictures=sees
+            dialect, self._post, self._report_lost, snapshots, handover, address, pictures=sees
         )
 
     @property
@@ -122,7 +120,7 @@ class RemoteEngine:
     def _client(self, name: str, endpoint: Endpoint) -> GenerationClient:
         return GenerationClient(name, self._dialect, endpoint, most=self._connections, traffic=self.traffic)
 
-    # --- generation -------------------------------------------------------------------------------------------
+    # --- generation
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         for request in requests:
@@ -141,7 +139,7 @@ class RemoteEngine:
         try:
             return list(await asyncio.gather(*writing))
         finally:
-            for task in writing:  # the first failure is the batch's
+            for task in writing:  # after one failure the results of the others are not used
                 task.cancel()
 
     async def _generate(self, request: GenerateRequest) -> Generation:
@@ -181,10 +179,8 @@ class RemoteEngine:
         if self._dialect.abort is not None:
             await self._piece(writing)
             return
-        piece, aborted = (
-            asyncio.ensure_future(self._piece(writing)),
-            asyncio.ensure_future(self._abort_signal.wait()),
-        )
+        piece = asyncio.ensure_future(self._piece(writing))
+        aborted = asyncio.ensure_future(self._abort_signal.wait())
         try:
             await asyncio.wait([piece, aborted], return_when=asyncio.FIRST_COMPLETED)
             if piece.done():
@@ -205,7 +201,7 @@ class RemoteEngine:
                 return
             replica, began = self._replicas.pick(request.session, size), time.monotonic()
             if replica is None:
-                counts = not self._restarting()
+                counts = not self._is_restarting()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
                 retried += counts * (time.monotonic() - began)
                 continue
@@ -221,7 +217,7 @@ class RemoteEngine:
                 problem = str(error)
                 wait = error.retry_after if isinstance(error, BusyError) else 0.0
                 # At most half of the time that it has, so that the request can still be tried again.
-                self._replicas.failed(replica, size, problem, min(wait, self._timeout_s / 2))
+                self._replicas.failed(replica, size, min(wait, self._timeout_s / 2))
                 await asyncio.sleep(0.05)
                 # A server may die late in a long generation: then another one is still asked.
                 retried += min(time.monotonic() - began, self._timeout_s / 4)
@@ -277,7 +273,7 @@ class RemoteEngine:
         with self._counted():
             return await self._clients[replica.name].post(path, body, self._deadline_s)
 
-    # --- control ----------------------------------------------------------------------------------------------
+    # --- control
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._changing:
@@ -291,7 +287,7 @@ class RemoteEngine:
                 self._version = version
             finally:
                 if was_open:
-                    await self._wake()
+                    await self._resume_left_paused()
                     await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
@@ -370,9 +366,9 @@ class RemoteEngine:
             await self._tell_all(self._dialect.resume)
         self._open.set()
 
-    async def _wake(self) -> None:
+    async def _resume_left_paused(self) -> None:
         """Once: a trainer that was killed while weights changed has left its servers paused."""
-        order, self._unheard = self._unheard, None
+        order, self._resume_order = self._resume_order, None
         if order is not None:
             told = (self._clients[one.name].post(*order, self._deadline_s) for one in self._replicas.present)
             # A server without the route cannot be paused; one that is gone is met later.
@@ -387,14 +383,15 @@ class RemoteEngine:
         try:
             await self._clients[replica.name].post(path, body, self._deadline_s)
         except UnreachableError:
-            if not self._give_up(replica):
+            if not self._report_lost(replica):
                 raise
 
-    def _give_up(self, replica: EngineReplica) -> bool:
-        """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
+    def _report_lost(self, replica: EngineReplica) -> bool:
+        """Called when a server is unreachable. Whether it will be restarted: a subclass that owns its servers does
+        that, and sends it no more requests until then."""
         return False
 
-    def _restarting(self) -> bool:
+    def _is_restarting(self) -> bool:
         """Whether a server is being restarted; raises if none will ever serve again. Always false here: this class
         starts no server."""
         return False

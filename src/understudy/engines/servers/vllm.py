@@ -129,12 +129,12 @@ class VLLMEngine(RemoteEngine):
         logger.warning("%s", news)
         self._notify(_in_one_line(news))
 
-    def _restarting(self) -> bool:
+    def _is_restarting(self) -> bool:
         if len(self._given_up) == len(self._children):
             raise EngineError("no vLLM server is left. " + "\n".join(sorted(set(self._given_up.values()))))
         return any(self.is_withdrawn(name) and name not in self._given_up for name in self._children)
 
-    def _give_up(self, replica: EngineReplica) -> bool:
+    def _report_lost(self, replica: EngineReplica) -> bool:
         self.withdraw(replica.name)
         return True
 

@@ -38,7 +38,7 @@ Given = TypeVar("Given")
 class ServerWeights:
     """Delivers weights to one engine's servers and keeps the newest. Called on the engine's event loop.
 
-    Calls must not overlap, and the caller stops generation first. `give_up` is called with a server that
+    Calls must not overlap, and the caller stops generation first. `report_lost` is called with a server that
     cannot be reached. If it returns True, the owner of the servers restarts that one and calls `catch_up`.
     """
 
@@ -46,7 +46,7 @@ class ServerWeights:
         self,
         dialect: Dialect,
         post: Post,
-        give_up: Callable[[EngineReplica], bool],
+        report_lost: Callable[[EngineReplica], bool],
         snapshots: Path | None,
         handover: GpuHandover | None,
         address: str = "127.0.0.1",
@@ -57,7 +57,7 @@ class ServerWeights:
             one for one in (dialect.forget, dialect.forget_pictures if pictures else None) if one is not None
         ]
         self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
-        self._give_up = give_up
+        self._report_lost = report_lost
         self._folder: OwnedFolder | None = None
         self._newest: tuple[Path, int] | None = None
         self._live: tuple[Sequence[tuple[str, Tensor]], int] | None = None
@@ -139,7 +139,7 @@ class ServerWeights:
         self._sent = version  # before the publish: one that fails may have packed these weights
         lost = await self._broadcast.publish(version, tensors, list(channels), pack=True)
         for channel, problem in lost.items():
-            if not self._give_up(channels[channel]):
+            if not self._report_lost(channels[channel]):
                 raise UnreachableError(str(problem)) from problem
         await asyncio.gather(
             *(self._renew(one, version) for channel, one in channels.items() if channel not in lost)
@@ -183,7 +183,7 @@ class ServerWeights:
         try:
             return await giving
         except UnreachableError:
-            if not self._give_up(replica):
+            if not self._report_lost(replica):
                 raise
             return None
 
@@ -201,9 +201,8 @@ class ServerWeights:
         named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
         if self._folder is None:
             size = sum(tensor.nbytes for tensor in named.values())
-            parent = self._snapshots or memory_for(
-                2 * size
-            )  # the newest is removed after the next is written
+            # Twice, because a snapshot is removed only after the next one is written.
+            parent = self._snapshots or memory_for(2 * size)
             self._folder = OwnedFolder("understudy-weights-", parent, tidy=self._snapshots is None)
         folder = self._folder.path / f"v{version}"
         folder.mkdir(exist_ok=True)

@@ -88,9 +88,8 @@ def exponentiate_rows_kernel(
     exceeds it by too much, the part of the row written so far is rescaled and the row continues with the new
     peak.
     """
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
-        tl.int64
-    )  # the preceding GEMM wrote the last rows last, so they are still in the cache
+    # From the last row: the preceding GEMM wrote it last, so it is still in the cache.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     base = x_ptr + row * stride
     peak = tl.load(reference_ptr + row)
     rest = tl.zeros([WIDTH], tl.float32)
@@ -100,9 +99,8 @@ def exponentiate_rows_kernel(
     for start in range(0, vocab, BLOCK):
         at = start + lanes
         z = transformed(ahead.to(tl.float32), factor, cap, TRANSFORM)
-        ahead = tl.load(
-            base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # prefetched while this block is processed
+        # The next block is prefetched while this one is processed.
+        ahead = tl.load(base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         shifted = z - peak
         rise = tl.max(tl.max(shifted, 0), 0)
         if rise > HEADROOM:

@@ -127,11 +127,8 @@ def _run(job: _Job, wanted: Wanted) -> _Result:
 
 
 def _run_chunks(job: _Job, wanted: Wanted) -> _Result:
-    hidden_NH, weight_VH, bias_V = (
-        job.student.hidden_NH.detach(),
-        job.student.weight_VH.detach(),
-        job.student.bias_V,
-    )
+    hidden_NH, weight_VH = job.student.hidden_NH.detach(), job.student.weight_VH.detach()
+    bias_V = job.student.bias_V
     count, vocab = hidden_NH.shape[0], weight_VH.shape[0]
     result = _Result(loss=torch.zeros((), dtype=_loss_dtype(hidden_NH.dtype), device=hidden_NH.device))
     result.d_hidden_NH = torch.empty_like(hidden_NH) if wanted.hidden else None

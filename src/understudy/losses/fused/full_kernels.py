@@ -41,9 +41,8 @@ def full_summary_kernel(
 ):  # fmt: skip
     """Numbers per token for a full-vocabulary divergence. KLs and their mixture read both rows once; all
     other kinds need both normalisers first and read the rows a second time."""
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
-        tl.int64
-    )  # the preceding GEMM wrote the last rows last, so they are still in the cache
+    # From the last row: the preceding GEMM wrote it last, so it is still in the cache.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     x_base = x_ptr + row * stride
     t_base = t_ptr + row * teacher_stride
     lanes = block_lanes(BLOCK, WIDTH)
@@ -65,9 +64,8 @@ def full_summary_kernel(
         at = start + lanes
         z = transformed(x.to(tl.float32), factor, cap, TRANSFORM)
         t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
-        x = tl.load(
-            x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # prefetched while this block is processed
+        # The next block is prefetched while this one is processed.
+        x = tl.load(x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         zs = z - q_peak
         ts = t - p_peak
@@ -178,9 +176,8 @@ def full_gradient_kernel(
         at = start + lanes
         z = transformed(x.to(tl.float32), factor, cap, TRANSFORM)
         t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
-        x = tl.load(
-            x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # prefetched while this block is processed
+        # The next block is prefetched while this one is processed.
+        x = tl.load(x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         lp2 = (t - p_peak) * LOG2E - log2_p_total
         lq2 = (z - q_peak) * LOG2E - log2_q_total

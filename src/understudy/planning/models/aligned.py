@@ -25,6 +25,17 @@ def aligned_sides(
     }
 
 
+def aligned_names(
+    teachers: Mapping[str, TeacherConfig], student: ModelFolder, folders: Mapping[str, ModelFolder]
+) -> set[str]:
+    """The same for teachers whose files are open, by name."""
+    asked = [name for name in folders if teachers[name].vocabulary == "align"]
+    if not asked:
+        return set()
+    sides = [Side.of(folders[name], f"teachers.{name}") for name in asked]
+    return set(aligned_sides(teachers, Side.of(student, "student"), sides))
+
+
 def unread_tokenizers(teachers: Mapping[str, TeacherConfig], models: Mapping[str, ModelFolder]) -> list[str]:
     """Problems of external teachers whose tokenizer is not on this machine; others were reported as missing."""
     return [

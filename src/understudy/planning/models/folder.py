@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config.paths import nearest_folder
-from understudy.errors import DataError
+from understudy.errors import DataError, TeacherError
 from understudy.nn.rotary_border import rotary_border, stated_context
 from understudy.planning.models.weight_files import incomplete, tensor_shapes, weight_files
 from understudy.teacher.vocabulary import Vocabulary
@@ -86,6 +86,10 @@ class ModelFolder:
                 _optional(self.path / name)
             except (ValueError, TypeError) as error:
                 return f"{name} is not a JSON object ({error}); download or copy it again"
+        try:
+            Vocabulary.load(self.path)
+        except TeacherError as error:
+            return f"tokenizer.json cannot be read ({error.__cause__}); download or copy it again"
         return None
 
     @cached_property

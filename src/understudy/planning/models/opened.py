@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import Recipe, StudentConfig, TeacherConfig
 from understudy.config.paths import resolved_model
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder, is_hub_id
@@ -30,6 +30,10 @@ def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> 
         if isinstance(folder, ModelFolder):
             found[place] = folder
     return found
+
+
+def open_student(student: StudentConfig) -> ModelFolder | None:
+    return _own(student.model, "student.model", student.revision)
 
 
 def open_teachers(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelFolder]:

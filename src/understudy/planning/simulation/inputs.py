@@ -82,6 +82,8 @@ class Work:
     max_batch: int = 128
     """Maximum rows in one engine."""
     batching: SimulatedBatching = SimulatedBatching.CONTINUOUS
+    recompute_kv: bool = True
+    """Whether a publish makes the engines compute the keys and values of rows under way again."""
 
 
 @dataclass(frozen=True, slots=True)

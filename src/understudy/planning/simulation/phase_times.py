@@ -214,6 +214,7 @@ def _work(recipe: Recipe, lines: Sequence[Mapping[str, Any]], rows: Sequence[int
         n=recipe.rollout.n,
         max_batch=recipe.rollout.max_batch,
         batching=batching_of(recipe),
+        recompute_kv=recipe.rollout.recompute_kv,
     )
 
 

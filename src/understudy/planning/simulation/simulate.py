@@ -108,7 +108,6 @@ class _Simulation:
         self.order = 0
 
     # --- time
-    # -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self.admit()
@@ -136,7 +135,6 @@ class _Simulation:
         self.rows_counted, self.running = self.time, rows
 
     # --- rollout
-    # ----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         limit = self.windows.admissible(self.published, self.windows.slots)
@@ -224,7 +222,6 @@ class _Simulation:
         self.publish_if_drained()
 
     # --- host and teachers
-    # ------------------------------------------------------------------------------------
 
     def handle(self) -> None:
         if self.host.active or not self.to_handle:
@@ -261,7 +258,6 @@ class _Simulation:
         self.score()
 
     # --- trainer
-    # ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Starts the next update once its rows are there: a batch in order of arrival; the window's last
@@ -309,15 +305,15 @@ class _Simulation:
             self.later(self.trainer, self.costs.publish, self.publish)
 
     def publish(self) -> None:
-        """Publishes a window's weights. Rows in flight continue with them, after a prefill of their tokens so
-        far."""
+        """Publishes a window's weights. Rows in flight continue with them, with `recompute_kv` after a prefill of
+        their tokens so far."""
         self.published += 1
         self.training = self.draining = False
         self.trainer.set_active(self.time, 0)
         self.now_running(self.running)
         busy = (side.busy_until(self.time) for side in (self.trainer, self.rollout, self.teacher))
         self.marks.append((self.time, *busy, self.rows_seconds))
-        if self.costs.prefill_token:
+        if self.work.recompute_kv and self.costs.prefill_token:
             for engine in self.engines:
                 if engine.rows:
                     self.catch_up(engine)

@@ -33,6 +33,29 @@ class PolicyState:
 
         return PolicyState(copies(self.model), copies(self.optimizer), dict(self.progress))
 
+    def tensors(self, model: str = "model:", optimizer: str = "optimizer:") -> dict[str, torch.Tensor]:
+        """All tensors in one dict, for a message or a file. The prefixes say whose a tensor is."""
+        found = {f"{model}{name}": tensor for name, tensor in self.model.items()}
+        return found | {f"{optimizer}{name}": tensor for name, tensor in self.optimizer.items()}
+
+    @staticmethod
+    def of_tensors(
+        tensors: Mapping[str, torch.Tensor],
+        progress: Mapping[str, Any],
+        model: str = "model:",
+        optimizer: str = "optimizer:",
+    ) -> PolicyState:
+        """The inverse of `tensors`. Tensors with neither prefix are left out."""
+
+        def under(prefix: str) -> dict[str, torch.Tensor]:
+            return {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+
+        return PolicyState(under(model), under(optimizer), progress)
+
 
 def storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors as safetensors wants them: on the host, contiguous, none sharing memory with another."""

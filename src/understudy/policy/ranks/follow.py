@@ -210,12 +210,10 @@ class LeadingPolicy:
     def load_state(self, state: PolicyState) -> None:
         """Sends a whole state to every rank; `load_checkpoint` avoids that traffic if the ranks share a file
         system."""
-        tensors = {f"model:{name}": tensor for name, tensor in state.model.items()}
-        tensors |= {f"optimizer:{name}": tensor for name, tensor in state.optimizer.items()}
         self._together(
             {"do": "load_state", "progress": dict(state.progress)},
             lambda: self.policy.load_state(state),
-            tensors,
+            state.tensors(),
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -413,15 +411,7 @@ def _execute(
         case "load_checkpoint":
             policy.load_state(CheckpointStore(head["root"]).load(head["step"]).policy)
         case "load_state":
-            model, optimizer = (
-                {
-                    name.removeprefix(f"{kind}:"): tensor
-                    for name, tensor in tensors.items()
-                    if name.startswith(f"{kind}:")
-                }
-                for kind in ("model", "optimizer")
-            )
-            policy.load_state(PolicyState(model, optimizer, head["progress"]))
+            policy.load_state(PolicyState.of_tensors(tensors, head["progress"]))
         case "teacher_head":
             weight_VH, bias_V = tensors["weight_VH"].to(policy.device), tensors.get("bias_V")
             bias_V = bias_V if bias_V is None else bias_V.to(policy.device)

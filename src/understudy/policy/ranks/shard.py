@@ -26,15 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from understudy.errors import PolicyError
 from understudy.nn.vision import is_vision, language_part
-from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
+from understudy.types.loss_metrics import METRIC_KINDS, Metric, merge_metrics
 
 _TIMEOUT = timedelta(days=30)
 """How long a rank waits for the next command. A lost peer shows at once as a closed connection; a long
 rollout is not an error."""
-
-_METRICS: dict[str, type[Metric]] = {
-    kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
-}
 
 
 class Ranks(Protocol):
@@ -128,7 +124,7 @@ class RankGroup:
             {name: [type(metric).__name__, vars(metric)] for name, metric in metrics.items()}
         )
         return merge_metrics(
-            {name: _METRICS[kind](**values) for name, (kind, values) in part.items()} for part in parts
+            {name: METRIC_KINDS[kind](**values) for name, (kind, values) in part.items()} for part in parts
         )
 
     def gathered(self, message: bytes) -> list[bytes]:

@@ -16,7 +16,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,17 +33,25 @@ from understudy.types.trajectory import FEEDBACK, Trajectory
 RewardFunction = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reward:
-    """One reward function and its weight in the sum."""
+    """One reward function and its weight in the sum. Its signature is read once, not for every row."""
 
     name: str
     function: RewardFunction
     weight: float = 1.0
 
+    @cached_property
+    def shape(self) -> Shape:
+        return shape_of(self.function)
+
+    @cached_property
+    def is_async(self) -> bool:
+        return is_async(self.function)
+
     @property
     def wants_trajectory(self) -> bool:
-        return shape_of(self.function) is Shape.TRAJECTORY
+        return self.shape is Shape.TRAJECTORY
 
 
 def load_reward(name: str, weight: float = 1.0, key: str = "data.reward") -> Reward:
@@ -117,8 +125,8 @@ class Rewards:
         self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
     ) -> tuple[float, dict[str, float], str]:
         try:
-            call = partial(call_with, reward.function, shape_of(reward.function), row, answer)
-            if is_async(reward.function):
+            call = partial(call_with, reward.function, reward.shape, row, answer)
+            if reward.is_async:
                 result = await awaited(call())
             else:
                 # On a thread: a slow reward must not block other rollouts.

@@ -26,6 +26,9 @@ from typing import Any
 ANSWER = "an answer"
 """The student's text in a trial, for rows without an answer of their own."""
 
+_MOST_CHARACTERS = 300
+"""Characters of an exception's message that are shown."""
+
 
 class Shape(StrEnum):
     TEXT = "(row, text)"
@@ -106,6 +109,12 @@ def misfit(function: Callable[..., Any]) -> str | None:
     return None
 
 
+def _one_line(error: BaseException) -> str:
+    """In one line: some libraries' messages are pages."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + '…'}"
+
+
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
@@ -123,7 +132,7 @@ def _load(name: str) -> tuple[Any, str | None]:
             f"cannot be imported: {error}; modules are looked up beside the recipe and on the Python path (PYTHONPATH)",
         )
     except BaseException as error:
-        return None, f"cannot be imported: {module_name} raised {type(error).__name__}: {error}"
+        return None, f"cannot be imported: {module_name} raised {_one_line(error)}"
     place = getattr(found, "__file__", None) or "built in"
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -144,7 +153,7 @@ async def _score(function: Callable[..., Any], shape: Shape, row: dict[str, Any]
         columns = (
             f" (the row has the columns {', '.join(sorted(row))})" if isinstance(error, KeyError) else ""
         )
-        return {"problem": f"raised {type(error).__name__}: {error}{columns}"}
+        return {"problem": f"raised {_one_line(error)}{columns}"}
     found = score_in(result)
     if found is None:
         return {"problem": f"gave {result!r}; expected a finite number, or a dict with `score`"}

@@ -16,9 +16,8 @@ from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.http import NoSuchRoute
-from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.clients.native import Connect, ReplicaClient, ScoringClient
 from understudy.teacher.manifest import Manifest, RequestBatching
-from understudy.teacher.pool.supervisor import Connect
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.usable_ids import UsableIds
 

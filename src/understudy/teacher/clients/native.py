@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -14,6 +14,7 @@ import msgspec
 from understudy.errors import TeacherReplyError
 from understudy.media.store import MediaStore
 from understudy.serving.client import Reply
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.http import MediaMissing, RequestRefused, ScoringFailed, TeacherChannel
 from understudy.teacher.clients.validate import Sender, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.head_frame import WireHead, decode_head
@@ -180,3 +181,19 @@ class ReplicaClient:
 
     async def health(self) -> bool:
         return await self._channel.healthy()
+
+
+Connect = Callable[[str, str, Endpoint], ScoringClient]
+"""(teacher, replica, endpoint) → a client."""
+
+
+def connect_native(
+    teacher: str,
+    replica: str,
+    endpoint: Endpoint,
+    usable: UsableIds | None = None,
+    media: MediaStore | None = None,
+) -> ScoringClient:
+    return ReplicaClient(
+        endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable, media=media
+    )

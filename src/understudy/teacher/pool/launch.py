@@ -9,7 +9,7 @@ from understudy.serving.endpoint import Endpoint
 
 
 class Launcher(Protocol):
-    """Starts and stops the processes of a pool's replicas; called by `ReplicaSupervisor` on the pool's event loop."""
+    """Starts and stops the processes of a pool's replicas; called by `ReplicaProcesses` on the pool's event loop."""
 
     async def start(self, replica: str) -> Endpoint:
         """Start the replica's process; returns its endpoint once it can score."""

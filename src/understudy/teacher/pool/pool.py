@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.clients.http import NoSuchRoute, NotAllowed, ReplicaTimeout, ScoringFailed
+from understudy.teacher.clients.native import Connect, connect_native
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.balance import least_loaded
 from understudy.teacher.pool.cache import ScoreCache
@@ -26,56 +27,14 @@ from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.health import Failure
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics, PoolTotals, snapshot
+from understudy.teacher.pool.options import PoolOptions
 from understudy.teacher.pool.outage import Outage
 from understudy.teacher.pool.replica_record import Replica
-from understudy.teacher.pool.supervisor import (
-    Connect,
-    Deliver,
-    ReplicaSupervisor,
-    SupervisorOptions,
-    connect_native,
-)
+from understudy.teacher.pool.supervisor import Deliver, ReplicaSupervisor
 from understudy.types.references import ScoreRef, ScoresRef, fetched
 
 HEDGE_AFTER_SEEN = 20
 """Answers needed before the pool can tell that one is late."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Deadlines, retries, hedging, canary and cache of a pool; times in seconds."""
-
-    deadline_base: float = 30.0
-    """For every request, in addition to the time for its tokens."""
-    deadline_growth: float = 1.5
-    """Factor on the deadline after each timeout of a request: the deadline itself may have been too short."""
-    deadline_growth_most: float = 10.0
-    retry_first: float = 0.05
-    retry_most: float = 2.0
-    """The longest wait between rounds, once every usable replica has been tried."""
-    max_bad_attempts: int = 4
-    """Bad replies or server failures of one request over all replicas, after which the request itself
-    fails."""
-    hedge_factor: float | None = None
-    """Also ask another replica when an answer takes longer than this multiple of the 95th percentile; None:
-    never."""
-    hedge_after: float | None = None
-    """The same after a fixed time; overrides `hedge_factor`."""
-    canary: bool = True
-    """Send the fixed tokens with every request and compare their scores with those at admission."""
-    cache_bytes: int = 0
-    """Bytes of scores to cache for repeated requests; 0: no cache."""
-    outage_most: float | None = None
-    """How long calls wait while no replica answers; None: until one answers or all are given up."""
-    drain: float = 30.0
-    """For the requests in flight of a replica that is removed."""
-    supervisor: SupervisorOptions = field(default_factory=SupervisorOptions)
-
-    @property
-    def longest_rest(self) -> float:
-        """How long a server is left alone at most that asks for it (`Retry-After`): it is asked again before the outage
-        is an error."""
-        return self.deadline_base if self.outage_most is None else self.outage_most / 2
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
+from understudy.errors import TeacherError, TeacherUnavailable
 from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.balance import Load
@@ -25,6 +26,8 @@ class Replica:
     """Restarts since it was last healthy for `Restarts.steady_s`."""
     slots: asyncio.Semaphore
     """Limits its requests in flight; further ones wait in the pool, where their deadline has not started."""
+    longest_rest: float = 30.0
+    """Most seconds that it gets no request because its server asks for that (`Retry-After`)."""
     client: ScoringClient | None = None
     load: Load = field(default_factory=Load)
     probing: asyncio.Task[None] | None = None
@@ -62,6 +65,13 @@ class Replica:
         self.failures[failure] = self.failures.get(failure, 0) + 1
         self.load.failed(tokens, now)
         self.health.last_reason = reason
+
+    def rest_as_asked(self, error: TeacherError, now: float) -> bool:
+        """Whether its server asked for a pause with this error. If so, it gets no request until the pause is over."""
+        if not isinstance(error, TeacherUnavailable) or not error.retry_after:
+            return False
+        self.resting_until = max(self.resting_until, now + min(error.retry_after, self.longest_rest))
+        return True
 
     def rests(self, now: float) -> bool:
         return now < self.resting_until

@@ -1,8 +1,7 @@
-"""The replica supervisor of a pool: starts, probes, ejects, restarts and stops replicas.
+"""The replica supervisor of a pool: decides when a replica is started, probed, ejected, restarted and stopped.
 
-The rules are in health.py; here are the calls and tasks that carry them out. A replica gets traffic only
-after the identity probe: its manifest and its scores of the fixed tokens must equal those of the first
-replica.
+health.py has the rules, processes.py starts and stops. A replica gets traffic only after the identity probe: its
+manifest and its scores of the fixed tokens must equal those of the first replica.
 """
 
 from __future__ import annotations
@@ -10,63 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from understudy.errors import ChildDied, ClusterError, TeacherError, TeacherUnavailable
-from understudy.media.store import MediaStore
+from understudy.errors import ClusterError, TeacherError
 from understudy.observability.report import many
-from understudy.serving.endpoint import Endpoint
-from understudy.serving.start_wait import KEY, StartWait, is_lasting
 from understudy.serving.supervisor import RestartCount
-from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.clients.native import Connect
 from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.gather import gather_or_cancel
-from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
-from understudy.teacher.pool.integrity import Identity, check_same, identify
+from understudy.teacher.pool.health import Failure, ReplicaHealth, State
+from understudy.teacher.pool.integrity import Identity, check_same
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
+from understudy.teacher.pool.options import SupervisorOptions
+from understudy.teacher.pool.processes import ReplicaProcesses
 from understudy.teacher.pool.replica_record import Replica
-from understudy.types.usable_ids import UsableIds
-
-Connect = Callable[[str, str, Endpoint], ScoringClient]
-"""(teacher, replica, endpoint) → a client."""
-
-
-def connect_native(
-    teacher: str,
-    replica: str,
-    endpoint: Endpoint,
-    usable: UsableIds | None = None,
-    media: MediaStore | None = None,
-) -> ScoringClient:
-    return ReplicaClient(
-        endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable, media=media
-    )
-
 
 Deliver = Callable[[Sequence[str]], Awaitable[Mapping[str, str]]]
 """Sends new weights to the replicas named. Returns those that did not take them, each with the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorOptions:
-    """Deadlines and limits of a `ReplicaSupervisor`; times in seconds."""
-
-    probe_deadline: float = 15.0
-    """For scoring the fixed tokens, in addition to the time for tokens already outstanding at the replica."""
-    first_probe_deadline: float = 60.0
-    """The same for a process that has just started and may still be warming up."""
-    slowest_tokens_per_second: float = 500.0
-    start_deadline: float = 600.0
-    external_wait: float = 0.0
-    """How long the start of a run waits for an external server that refuses connections or cannot serve yet."""
-    starts_again: int = 3
-    """How often a replica is started again whose process is killed while the run starts."""
-    watch_every: float = 0.25
-    """Between checks of processes and backoffs."""
-    max_in_flight: int = 32
-    """Requests one replica may hold."""
-    health: HealthRules = field(default_factory=HealthRules)
 
 
 class ReplicaSupervisor:
@@ -91,8 +50,7 @@ class ReplicaSupervisor:
         self.identity: Identity | None = None
         self.version = -1
         """The version of the weights that replicas must have; −1: those they were loaded with."""
-        self._launcher = launcher
-        self._connect = connect
+        self._processes = ReplicaProcesses(teacher, launcher, connect, clock, options, self.tell)
         self._clock = clock
         self._options = options
         self._longest_rest = longest_rest
@@ -108,7 +66,9 @@ class ReplicaSupervisor:
         for spec in specs:
             self._add(spec)
         try:
-            found = await gather_or_cancel(self._first_start(self.replicas[spec.name]) for spec in specs)
+            found = await gather_or_cancel(
+                self._processes.first_start(self.replicas[spec.name]) for spec in specs
+            )
             self.identity = found[0]
             for spec, identity in zip(specs, found, strict=True):
                 check_same(self.identity, identity, spec.name)
@@ -208,7 +168,7 @@ class ReplicaSupervisor:
         otherwise probe it.
         """
         now = self._clock.now()
-        if self._asked_to_rest(replica, error):
+        if replica.rest_as_asked(error, now):
             replica.turned_away(failure, tokens, str(error), now)
             return
         replica.failed(failure, tokens, str(error), now)
@@ -216,14 +176,6 @@ class ReplicaSupervisor:
             self._eject(replica)
         elif replica.health.state is State.SUSPECT and replica.probing is None:
             replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
-
-    def _asked_to_rest(self, replica: Replica, error: TeacherError) -> bool:
-        """Whether the server's answer says how long to leave it alone."""
-        if not isinstance(error, TeacherUnavailable) or not error.retry_after:
-            return False
-        until = self._clock.now() + min(error.retry_after, self._longest_rest)
-        replica.resting_until = max(replica.resting_until, until)
-        return True
 
     @property
     def given_up_reason(self) -> str | None:
@@ -250,7 +202,7 @@ class ReplicaSupervisor:
     def _add(self, spec: ReplicaSpec) -> Replica:
         if spec.name in self.replicas:
             raise TeacherError(f"teacher {self.teacher} already has a replica {spec.name!r}")
-        if not spec.external and self._launcher is None:
+        if not self._processes.can_start(spec):
             raise TeacherError(
                 f"teacher {self.teacher}, replica {spec.name}: neither an address nor a launcher"
             )
@@ -260,6 +212,7 @@ class ReplicaSupervisor:
             ReplicaHealth(rules),
             RestartCount(rules.restarts, self._clock.now),
             asyncio.Semaphore(self._options.max_in_flight),
+            self._longest_rest,
         )
         self.replicas[spec.name] = replica
         return replica
@@ -288,20 +241,8 @@ class ReplicaSupervisor:
 
     async def _probe(self, replica: Replica) -> None:
         waiting = replica.load.outstanding_tokens / self._options.slowest_tokens_per_second
-        self._check_identity(replica, await self._identify(replica, self._options.probe_deadline + waiting))
-
-    async def _identify(self, replica: Replica, deadline: float) -> Identity:
-        assert replica.client is not None
-        try:
-            async with asyncio.timeout(deadline):
-                return await identify(replica.client, deadline)
-        except TeacherUnavailable as error:
-            self._asked_to_rest(replica, error)
-            raise
-        except TimeoutError as error:
-            raise TeacherError(
-                f"teacher {self.teacher}, replica {replica.name} did not score the fixed tokens within {deadline:.1f} s"
-            ) from error
+        deadline = self._options.probe_deadline + waiting
+        self._check_identity(replica, await self._processes.identify(replica, deadline))
 
     def _check_identity(self, replica: Replica, found: Identity) -> None:
         if found.manifest.version != self.version:
@@ -313,113 +254,25 @@ class ReplicaSupervisor:
             self.identity = found
         check_same(self.identity, found, replica.name)
 
-    async def _first_start(self, replica: Replica) -> Identity:
-        """Brings the replica up, and starts its process again if a signal kills it meanwhile. Any other error ends
-        the start at once."""
-        if replica.spec.external:
-            return await self._first_answer(replica)
-        assert self._launcher is not None
-        for _ in range(self._options.starts_again):
-            try:
-                return await self._bring_up(replica)
-            except (ChildDied, TeacherUnavailable) as error:
-                lost = not self._launcher.alive(replica.name)
-                if not (error.killed if isinstance(error, ChildDied) else lost):
-                    raise
-                self.tell(EventKind.EJECTED, replica.name, "its process was killed while it started")
-        return await self._bring_up(replica)
-
-    async def _first_answer(self, replica: Replica) -> Identity:
-        """Waits for an external server that refuses connections, loads its model or is overloaded. An error that waiting
-        does not mend ends the start at once."""
-        most = self._options.external_wait
-        wait = StartWait(most, self._clock.now)
-        told = False
-        while True:
-            try:
-                found = await self._bring_up(replica)
-            except TeacherUnavailable as error:
-                pause = None if is_lasting(error) else wait.pause(error.retry_after)
-                if pause is None:
-                    if not told:
-                        raise
-                    raise TeacherUnavailable(
-                        f"{error}. Waited {wait.waited:.0f} s for it ({KEY} = {most:g}); raise that if it takes longer"
-                    ) from error
-                if not told:
-                    told = True
-                    message = f"{error}. Waiting up to {most:g} s ({KEY}); Ctrl-C ends the wait"
-                    self.tell(EventKind.PAUSED, replica.name, message)
-                await self._clock.sleep(pause)
-            else:
-                replica.resting_until = 0.0  # it answers sooner than it asked for
-                if told:
-                    self.tell(EventKind.RESUMED, replica.name, f"answers after {wait.waited:.0f} s")
-                return found
-
     async def _join(self, replica: Replica) -> None:
         """Brings the replica up and checks its identity. If new weights were delivered meanwhile, it is identified
         again while no delivery is under way."""
         self._joining.add(replica.name)
         try:
-            found = await self._bring_up(replica)
+            found = await self._processes.bring_up(replica)
             if found.manifest.version != self.version:
                 async with self._delivering:
-                    found = await self._identify(replica, self._options.probe_deadline)
+                    found = await self._processes.identify(replica, self._options.probe_deadline)
             self._check_identity(replica, found)
         finally:
             self._joining.discard(replica.name)
-
-    async def _bring_up(self, replica: Replica) -> Identity:
-        """Launch (unless external), connect, identify."""
-        endpoint = replica.spec.endpoint
-        if endpoint is None:
-            assert self._launcher is not None
-            try:
-                async with asyncio.timeout(self._options.start_deadline):
-                    endpoint = await self._launcher.start(replica.name)
-            except TimeoutError as error:
-                raise TeacherError(
-                    f"teacher {self.teacher}, replica {replica.name}: not ready after {self._options.start_deadline:.0f} s"
-                ) from error
-        if replica.client is not None:
-            await replica.client.close()
-        replica.client = self._connect(self.teacher, replica.name, endpoint)
-        replica.health.started()
-        return await self._first_contact(replica)
-
-    async def _first_contact(self, replica: Replica) -> Identity:
-        """The first identity probe. Retried for our own processes, which may be slow to accept connections on
-        a busy machine.
-
-        An external server that cannot be reached is an error at once; `_first_answer` waits for it.
-        """
-        latest = self._clock.now() + self._options.first_probe_deadline
-        while True:
-            try:
-                return await self._identify(replica, max(1.0, latest - self._clock.now()))
-            except TeacherUnavailable as error:
-                if replica.spec.endpoint is not None:
-                    unserved = TeacherUnavailable(
-                        f"{error}; start its server at {replica.spec.endpoint.url}, or name another one in teachers.{self.teacher}.urls"
-                    )
-                    unserved.retry_after = error.retry_after
-                    raise unserved from error
-                living = self._launcher is not None and self._launcher.alive(replica.name)
-                if not living or self._clock.now() >= latest:
-                    raise
-                await self._clock.sleep(self._options.watch_every)
 
     async def _watch(self) -> None:
         """Finds dead processes, and revives ejected replicas whose backoff is over."""
         while True:
             await self._clock.sleep(self._options.watch_every)
             for replica in list(self.replicas.values()):
-                if (
-                    self._launcher is not None
-                    and not replica.spec.external
-                    and not self._launcher.alive(replica.name)
-                ):
+                if not self._processes.alive(replica):
                     was_usable = replica.health.usable
                     replica.health.died(self._clock.now(), "its process died")
                     if was_usable:
@@ -449,7 +302,7 @@ class ReplicaSupervisor:
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
         reason = replica.health.last_reason
-        if self._launcher is not None and (end_of_log := self._launcher.end_of_log(replica.name)):
+        if end_of_log := self._processes.end_of_log(replica):
             reason = reason if end_of_log in reason else f"{end_of_log}\n{reason}"
         times = f"given up after {many(replica.restart_count.in_vain, 'restart')} in a row (cluster.restarts.teacher)"
         replica.given_up = f"{reason}\n(teacher {self.teacher}, replica {replica.name}: {times})"
@@ -458,8 +311,7 @@ class ReplicaSupervisor:
         self._notify()
 
     async def _still_sound(self, replica: Replica) -> bool:
-        alive = replica.spec.external or (self._launcher is not None and self._launcher.alive(replica.name))
-        if not alive or replica.client is None:
+        if replica.client is None or not self._processes.alive(replica):
             return False
         replica.health.started()
         try:
@@ -470,10 +322,9 @@ class ReplicaSupervisor:
         return True
 
     async def _restart(self, replica: Replica) -> None:
-        assert self._launcher is not None
         replica.health.restarting()
         try:
-            await self._launcher.stop(replica.name)
+            await self._processes.stop(replica)
             replica.restarts += 1
             replica.restart_count.restart()
             await self._join(replica)
@@ -499,8 +350,7 @@ class ReplicaSupervisor:
         await _cancelled(replica.restarting)
         if replica.client is not None:
             await replica.client.close()
-        if self._launcher is not None and not replica.spec.external:
-            await self._launcher.stop(replica.name)
+        await self._processes.stop(replica)
 
 
 async def _cancelled(task: asyncio.Task[None] | None) -> None:

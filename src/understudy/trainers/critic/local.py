@@ -22,7 +22,7 @@ from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
 
-_MODEL, _OPTIMIZER = "critic.model/", "critic.optimizer/"
+_PREFIXES = ("critic.model/", "critic.optimizer/")
 
 
 class ValueModel(Protocol):
@@ -110,12 +110,9 @@ def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:
 
 def critic_state(state: PolicyState) -> PolicyState:
     """The critic's part of a state from `training_state`."""
+    return PolicyState.of_tensors(state.optimizer, state.progress["critic"], *_PREFIXES)
 
-    def under(prefix: str) -> dict[str, torch.Tensor]:
-        return {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state.optimizer.items()
-            if name.startswith(prefix)
-        }
 
-    return PolicyState(under(_MODEL), under(_OPTIMIZER), state.progress["critic"])
+def critic_tensors(state: PolicyState) -> dict[str, torch.Tensor]:
+    """A critic's own state as it is stored among the optimizer's tensors of a run's state."""
+    return state.tensors(*_PREFIXES)

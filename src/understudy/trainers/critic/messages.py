@@ -27,19 +27,14 @@ import torch
 
 from understudy import errors
 from understudy.errors import PolicyError, UnderstudyError
-from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.step import StepResult
 from understudy.types.batch import Batch
-from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal
+from understudy.types.loss_metrics import METRIC_KINDS
 
 PATH = "/v1/command"
 PART_BYTES = 256 << 20
 """The size of one part of a state. A larger tensor is a part of its own."""
-_KINDS: Mapping[str, type[Metric]] = {
-    kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
-}
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
-_MODEL, _OPTIMIZER = "model:", "optimizer:"
 
 
 def for_critic(batch: Batch) -> Batch:
@@ -60,7 +55,7 @@ def result_as_json(result: StepResult) -> dict[str, Any]:
 
 
 def result_from(values: Mapping[str, Any]) -> StepResult:
-    metrics = {name: _KINDS[kind](**numbers) for name, (kind, numbers) in values["metrics"].items()}
+    metrics = {name: METRIC_KINDS[kind](**numbers) for name, (kind, numbers) in values["metrics"].items()}
     rows = {name: tuple(values[name]) for name in ("row_losses", "row_distill", "row_tokens")}
     return StepResult(**{**values, **rows, "metrics": metrics})
 
@@ -81,20 +76,6 @@ def refusal_from(refusal: Mapping[str, str]) -> Exception:
         kind(refusal["message"]) if known and kind is not None else PolicyError(refusal["message"])
     )
     return error
-
-
-def state_tensors(state: PolicyState) -> dict[str, torch.Tensor]:
-    tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.model.items()}
-    return tensors | {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.optimizer.items()}
-
-
-def state_from(tensors: Mapping[str, torch.Tensor], progress: Mapping[str, Any]) -> PolicyState:
-    def under(prefix: str) -> dict[str, torch.Tensor]:
-        return {
-            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
-        }
-
-    return PolicyState(under(_MODEL), under(_OPTIMIZER), progress)
 
 
 def sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

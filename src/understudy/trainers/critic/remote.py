@@ -36,8 +36,6 @@ from understudy.trainers.critic.messages import (
     refusal_from,
     result_from,
     sizes,
-    state_from,
-    state_tensors,
 )
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -153,10 +151,10 @@ class RemoteCritic:
         tensors: dict[str, torch.Tensor] = {}
         for names in parts(answer["bytes"]):
             tensors |= self._ask(what, {"do": "part", "names": names})[1]
-        return state_from(tensors, answer["progress"])
+        return PolicyState.of_tensors(tensors, answer["progress"])
 
     def load_state(self, state: PolicyState) -> None:
-        what, tensors = "taking a state", state_tensors(state)
+        what, tensors = "taking a state", state.tensors()
         for names in parts(sizes(tensors)):
             self._ask(what, {"do": "take"}, {name: tensors[name] for name in names})
         self._ask(what, {"do": "load_state", "progress": dict(state.progress)})

@@ -144,7 +144,9 @@ async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
         )
         if producer.renderer.pictures is not None:
             loaded = loaded.with_pictures(producer.renderer.pictures.store, teacher.model, teacher.revision)
-        context, rollout = loaded.steady_context, producer.settings.rollout
+        rollout = producer.settings.rollout
+        # As much room as the student has: an engine on a GPU reserves memory for rows of this length.
+        context = min(rollout.context_length or loaded.steady_context, loaded.steady_context)
         longest = longest_row(producer.renderer, mine, rollout.agent, rollout.max_new_tokens) or context
         engine = loaded.engine(producer.evaluator.max_batch, max_length=min(longest, context))
         evaluator = replace(producer.evaluator, engine=engine, context=context, seed=0, failures=[])

@@ -25,7 +25,7 @@ from understudy.rollout.seeds import derive_seed
 from understudy.rollout.user_code import awaited
 from understudy.trainers.call_batching import BatchByKey, CallQueue
 from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, as_timeout, reason_of
-from understudy.trainers.row_columns import finite
+from understudy.trainers.row_columns import with_finite_reward
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -142,7 +142,7 @@ class Evaluator:
                     written = last
                     clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
                     async with clock:
-                        return finite(await self.rewards.score(prompt, written))
+                        return with_finite_reward(await self.rewards.score(prompt, written))
                 except INFRASTRUCTURE:
                     raise
                 except Exception as error:

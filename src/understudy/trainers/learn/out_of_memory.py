@@ -64,5 +64,8 @@ def _may_try_again(learner: Learner, model: object) -> bool:
     """Whether there is one rank, no full determinism, and no weight was changed yet."""
     if learner.settings.deterministic:
         return False
-    # A critic has its own property, because it may be in another process.
-    return untouched(model) if isinstance(model, Policy) else bool(getattr(model, "untouched", False))
+    if isinstance(model, Policy):
+        return untouched(model)
+    # A critic has its own property, because it may be in another process. The policy of several ranks
+    # (`LeadingPolicy`) has none and is not tried again.
+    return bool(getattr(model, "untouched", False))

@@ -4,7 +4,8 @@
     reference logprobs ──> penalty ─┐
     rewards ──over-long penalty─────┴──> advantages <──> values of the critic
 
-Computed once for the whole batch, before it is split into mini-batches, micro-batches and ranks.
+Computed once for the whole batch, before it is split into mini-batches, micro-batches and ranks. Everything here runs
+on the update thread.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
     ready = Prepared(batch)
     values = None
     if loss.task_coef > 0 and learner.critic is not None:
+        # Functions, because a critic in this process reads them only when `values` is called below.
         values = learner.critic.begin_values(batch.streams, lambda: learner.micro_batches.tokens)
     if needs_old_logprobs(loss, updates):
         with ready.timed("old_logprobs"):
@@ -83,7 +85,7 @@ def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
         ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
         # Not for a measurement alone, which must leave the objective as it is.
         ready.anchor = ready.old_logprobs if anchors_on_old(loss, updates) else None
-    max_tokens = learner.micro_batches.tokens
+    max_tokens = learner.micro_batches.tokens  # `within_memory` may just have lowered it
     if learner.reference is not None:
         with ready.timed("reference"):
             known = learner.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)

@@ -77,7 +77,7 @@ async def _incomplete_rows(learner: Learner, step: int, fields: Sequence[str]) -
     )
 
 
-_LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-update")
+_UPDATE_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-update")
 """One thread for all updates, because torch caches kernel plans per thread (cuDNN's attention: about 40 ms
 per shape)."""
 
@@ -86,12 +86,12 @@ async def update(learner: Learner, batch: BatchRef, watch: TokenWatch | None = N
     """One trainer step on the update thread, so that health checks and the display continue on the event
     loop. `watch` names rows whose tokens are recorded (`run.keep_rows`)."""
     job = partial(contextvars.copy_context().run, learn, learner, batch, watch)
-    return await asyncio.get_running_loop().run_in_executor(_LEARNER, job)
+    return await asyncio.get_running_loop().run_in_executor(_UPDATE_THREAD, job)
 
 
 def learn(learner: Learner, batch: BatchRef, watch: TokenWatch | None = None) -> StepResult:
     """All optimizer steps of one batch: `trainer.epochs` times its mini-batches, first the critic's, then the
-    student's."""
+    student's. Blocks; a run calls it on the update thread."""
     settings, policy, critic = learner.settings, learner.policy, learner.critic
     parts = rows_of_updates(settings, batch, policy.step)
     if not parts:
@@ -158,7 +158,7 @@ def _nothing_to_learn(learner: Learner, batch: BatchRef) -> StepResult:
     """A step without an update of the student."""
     learner.policy.skip_step()
     return StepResult(
-        step=learner.policy.step - 1,
+        step=learner.policy.step - 1,  # this step: `skip_step` has counted it
         loss=0.0,
         grad_norm=0.0,
         learning_rate=0.0,

@@ -18,7 +18,8 @@ _STARVED = 0.10
 """Share of a step the trainer may wait before producers get more slots."""
 _SATED = 0.02
 """Share of a step below which the trainer counts as never waiting."""
-_TWICE = 2
+_IN_A_ROW = 2
+"""Publishes with the same finding before the ceiling changes."""
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class AdmissionController:
             self._findings = min(self._findings, 0) - 1
         else:
             self._findings = 0
-        if abs(self._findings) < _TWICE:
+        if abs(self._findings) < _IN_A_ROW:
             return None
         change = max(1, self.windows.size // 4) * (1 if self._findings > 0 else -1)
         moved = max(self.windows.size, min(self.ceiling + change, self.windows.slots))

@@ -94,6 +94,7 @@ class ScoredVersions:
         }
 
 
+# `bridged`: called with a lease, they read the named columns of its rows from the plane of `bridging`.
 @bridged(VERSION)
 async def _versions(columns: ColumnDict) -> tuple[int, ...]:
     found: Any = columns[VERSION]

@@ -47,7 +47,7 @@ class HeadStartTrigger:
             self._policy.begin_head_start(self._first_rows, self._learner.micro_batches.tokens)
 
     def _first_rows(self) -> Batch | None:
-        """The rows of the step's first update, as far as they are known."""
+        """The rows of the step's first update, as far as they are known. Called on the thread of the head start."""
         batch = _streams(self._rows)
         parts = rows_of_updates(self._learner.settings, batch, self._policy.step)
         if not parts:

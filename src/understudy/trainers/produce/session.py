@@ -54,7 +54,9 @@ async def roll_out(
 def loop_context(
     producer: Producer, prompt: Prompt, session: int, batcher: CallBatcher, clock: asyncio.Timeout
 ) -> LoopContext:
-    """The context of an agent loop. `clock` is stopped while the loop waits for the engine."""
+    """The context of an agent loop. `clock` is stopped while the loop waits for the engine.
+
+    The loop and these functions run on the trainer's event loop, in the session's task."""
     key, turns = row_key(prompt.key, session), batcher.one_at_a_time()
 
     def seed(turn: int) -> int:
@@ -63,7 +65,7 @@ def loop_context(
     async def generate(
         tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
     ) -> Generation:
-        own = context.pictures_in(key, tokens, media)
+        own = context.pictures_in(key, tokens, media)  # the context that is made below
         request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key, media=own)
         async with turns:
             with PausedClock(clock):

@@ -5,7 +5,7 @@ They travel as frames (`serving/frames.py`) inside the messages of `rollout/work
 | message     | direction         | content |
 |-------------|-------------------|---------|
 | RowSettings | trainer -> worker | sent once: where the run directory and the queue are, and the reward |
-| KeptRow     | worker -> trainer | a trajectory that was written: sizes, reward, location of its columns |
+| RowReport   | worker -> trainer | a trajectory that was written: sizes, reward, location of its columns |
 | ScoreOrder  | trainer -> worker | rows, by key, for one replica to score; fixed tokens are sent inline |
 | ScoreAnswer | worker -> trainer | the location of the scores, or an error that the pool can handle |
 """
@@ -50,7 +50,7 @@ class RowSettings(msgspec.Struct):
     """The time limit of one reward call."""
 
 
-class KeptRow(msgspec.Struct):
+class RowReport(msgspec.Struct):
     """A worker's report of one output: its sizes, its reward and where its columns are."""
 
     key: str
@@ -142,7 +142,7 @@ TROUBLES: dict[str, type[TeacherError]] = {
 
 encode = frames.encode
 decode_settings = frames.Decoder[RowSettings](RowSettings).decode
-decode_kept = frames.Decoder[list[KeptRow]](list[KeptRow]).decode
+decode_reports = frames.Decoder[list[RowReport]](list[RowReport]).decode
 decode_order = frames.Decoder[ScoreOrder](ScoreOrder).decode
 decode_answer = frames.Decoder[ScoreAnswer](ScoreAnswer).decode
 

@@ -1,6 +1,6 @@
 """Rollouts by workers on other machines that write their rows themselves.
 
-    trainer ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> trainer: ledger
+    trainer ──Begin──> worker: loop, reward, columns into run directory and queue ──RowReport──> trainer: ledger
 
 The trainer's process gets a row's key, sizes and reward. Generations pass through it, as those of any
 worker do (docs/decisions/0021-tokens-through-the-trainer.md); rewards, columns and teachers' scores do not.
@@ -82,13 +82,13 @@ class RemoteRollouts:
                 with self.spans.span("rollout", key=session.key):
                     context = replace(session.context, loop_returned=loop_returned)
                     answer = await self.workers.run_and_store(session.prompt, context)
-                    kept = wire.decode_kept(answer.body)
-                    await self._adopt(kept, session)
+                    reports = wire.decode_reports(answer.body)
+                    await self._adopt(reports, session)
         except Exception as error:
             raise as_timeout(error, clock, f"{what} timed out: {session.key}", limit) from error
-        return RolledOut([self._output(row, answer.life) for row in kept])
+        return RolledOut([self._output(row, answer.life) for row in reports])
 
-    def _output(self, row: wire.KeptRow, maker: int) -> RemoteRow | FailedOutput:
+    def _output(self, row: wire.RowReport, maker: int) -> RemoteRow | FailedOutput:
         self.timings.add(row.key, row.seconds)
         if row.failed:
             return FailedOutput(row.key, SampleFailed(row.failed))
@@ -98,13 +98,13 @@ class RemoteRollouts:
             row.key, row.tokens, row.loss, row.first, row.candidates, place, self.rows, row.written
         )
 
-    async def _adopt(self, kept: list[wire.KeptRow], session: Session) -> None:
+    async def _adopt(self, reports: list[wire.RowReport], session: Session) -> None:
         """Puts all outputs of a session into the ledger at once.
 
         If some are settled already (their group was filtered out meanwhile), only those still in flight are
         taken. They are taken without their copies in the queue, which the refused attempt cleared."""
-        rows = {row.key: row.written for row in kept}
-        tags = {row.key: dict(session.tags_of(row.reward, row.failed)) for row in kept}
+        rows = {row.key: row.written for row in reports}
+        tags = {row.key: dict(session.tags_of(row.reward, row.failed)) for row in reports}
         plane, partition = self.rows.plane, self.rows.partition
         try:
             await plane.adopt(partition, rows, tags)

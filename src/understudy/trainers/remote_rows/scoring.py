@@ -25,9 +25,8 @@ from understudy.errors import ClusterError
 from understudy.rollout.workers.pool import LoopWorkers, WorkersLost
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.discover import ExternalServer
-from understudy.teacher.clients.native import ScoringClient
+from understudy.teacher.clients.native import Connect, ScoringClient
 from understudy.teacher.manifest import Manifest
-from understudy.teacher.pool.supervisor import Connect
 from understudy.teacher.scoring.probe import CANARY_KEY
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemotePlane, RemoteScores

@@ -2,7 +2,7 @@
 
 | on              | the worker                                                               | and answers |
 |-----------------|--------------------------------------------------------------------------|-------------|
-| end of the loop | runs the reward, writes columns to run directory and queue               | KeptRow     |
+| end of the loop | runs the reward, writes columns to run directory and queue               | RowReport   |
 | ScoreOrder      | sends tokens (in memory or from the queue) to the replica, writes scores | ScoreAnswer |
 
 The trainer's process sees only a row's key, sizes, reward and the location of its columns. The teacher's pool
@@ -38,8 +38,7 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers import process as worker
 from understudy.rollout.workers.messages import Setup
 from understudy.serving.endpoint import Endpoint
-from understudy.teacher.clients.native import ScoringClient
-from understudy.teacher.pool.supervisor import connect_native
+from understudy.teacher.clients.native import ScoringClient, connect_native
 from understudy.trainers.produce.failures import as_timeout, reason_of
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.row_columns import CANDIDATES, MEDIA, rollout_columns, score_columns, storable
@@ -74,7 +73,7 @@ class RemoteRowHandler:
         self._deadline_seconds = settings.deadline_seconds
         self._context = renderer.context
         self._media = renderer.pictures.store if renderer.pictures is not None else None
-        self._at_hand = _UnscoredRows()
+        self._unscored = _UnscoredRows()
         self._clients: dict[tuple[str, str], tuple[wire.ReplicaAddress, ScoringClient]] = {}
 
     @property
@@ -99,20 +98,20 @@ class RemoteRowHandler:
         written = await self._writer.write(self._partition, columns, segment) if columns else {}
         point("row_worker.written")
         for key, one in rewarded.items():
-            self._at_hand.put(one, written[key].mark)
+            self._unscored.put(one, written[key].mark)
         return wire.encode(
             [
-                wire.KeptRow(
+                wire.RowReport(
                     one.key, 0, 0, 0, 0, None, seconds[one.key], WrittenRow({}), failed=failed[one.key]
                 )
                 if one.key in failed
-                else self._kept(rewarded[one.key], seconds[one.key], written[one.key])
+                else self._report(rewarded[one.key], seconds[one.key], written[one.key])
                 for one in trajectories
             ]
         )
 
-    def _kept(self, one: Trajectory, seconds: dict[str, float], written: WrittenRow) -> wire.KeptRow:
-        return wire.KeptRow(
+    def _report(self, one: Trajectory, seconds: dict[str, float], written: WrittenRow) -> wire.RowReport:
+        return wire.RowReport(
             one.key, one.length, one.loss_length, one.first, one.candidates, one.reward, seconds, written
         )
 
@@ -144,7 +143,7 @@ class RemoteRowHandler:
         written = await self._writer.write(self._partition, rows, segment) if rows else {}
         point("row_worker.scored")
         for key in rows:
-            self._at_hand.drop(key)
+            self._unscored.drop(key)
         item_scores = [
             wire.ItemScores(one.key, one.teacher, written[one.key], version=one.version)
             if item.inline is None
@@ -159,7 +158,7 @@ class RemoteRowHandler:
         rows = [item for item in wanted if item.inline is None]
         away = []
         for item in rows:
-            streams = self._at_hand.get(item.key, item.mark)
+            streams = self._unscored.get(item.key, item.mark)
             if streams is None:
                 away.append(item)
             else:

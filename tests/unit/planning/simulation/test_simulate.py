@@ -107,6 +107,16 @@ def test_steps_read_the_cache_of_the_rows_that_are_left() -> None:
     assert found.step_seconds == pytest.approx(np.mean(spent[3:6]))
 
 
+def test_kept_keys_and_values_save_the_prefill_at_a_publish() -> None:
+    costs = Costs(StepTime.affine(0.01), prefill_token=0.001, update_fixed=0.5)
+    work, schedule = Work((50,), prompt_tokens=10, max_batch=16), Windows(16, 1, 1.0, 16)
+    anew, kept = (
+        simulate(costs, replace(work, recompute_kv=recompute), schedule, Split(1, 1, 0))
+        for recompute in (True, False)
+    )
+    assert kept.step_seconds < 0.95 * anew.step_seconds
+
+
 def test_the_cache_is_empty_again_when_its_rows_have_ended() -> None:
     """A later batch of the same engine takes as long as the first, whichever way the engine takes rows."""
     costs = Costs(StepTime.affine(0.01), decode_cached=0.0001)

@@ -169,7 +169,7 @@ def test_a_run_does_not_go_back_to_a_best_checkpoint_whose_later_rows_are_delete
     for step in (5, 6):
         damage(store.save(step, small_state(step), {}))
     with pytest.raises(
-        CheckpointError, match=r"step-000005.*The one of step 1 is, but the rows after it are deleted"
+        CheckpointError, match=r"step-000005.*That of step 1 is whole, but the rows after it are deleted"
     ):
         last_checkpoint(run, keep=2)
     assert store.steps() == [1, 5, 6]
@@ -190,9 +190,9 @@ def test_a_best_checkpoint_that_became_the_only_one_is_too_old_as_well(tmp_path:
         shutil.rmtree(newest)
     else:
         damage(newest)
-    why = "is left" if deleted else r"is whole: .*step-000005 is damaged"
+    why = r"to go on from\." if deleted else r"to go on from \(.*step-000005 is damaged"
     with pytest.raises(
-        CheckpointError, match=rf"{why}.* The one of step 1 is, but the rows after it are deleted"
+        CheckpointError, match=rf"{why}.* That of step 1 is whole, but the rows after it are deleted"
     ):
         last_checkpoint(run, keep=2)
     assert store.steps() == ([1] if deleted else [1, 5])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,27 @@ def test_average_must_be_asked_for() -> None:
         Policy(qwen3(), settings(ema_decay=1.5))
 
 
-class SlowStore(CheckpointStore):
+class HeldStore(CheckpointStore):
+    """Begins to write when `released` is set."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.released = threading.Event()
+
     def save(self, *args: Any, **kwargs: Any) -> Path:
-        time.sleep(0.2)
+        assert self.released.wait(60)
         return super().save(*args, **kwargs)
 
 
 def test_a_background_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
     policy = Policy(qwen3(), settings())
     step(policy, 0)
-    saver = BackgroundSaver(SlowStore(tmp_path))
+    store = HeldStore(tmp_path)
+    saver = BackgroundSaver(store)
     kept = {name: tensor.clone() for name, tensor in policy.named_weights()}
-    started = time.monotonic()
     saver.save(1, policy.state(), {"cursor": 1})
-    assert time.monotonic() - started < 0.15
     step(policy, 1)
+    store.released.set()
     assert saver.wait() == tmp_path / "step-000001"
     assert saver.wait() is None
     checkpoint = CheckpointStore(tmp_path).load()

@@ -9,6 +9,7 @@ from learning_rig import batch_of, learner_of, recipe_of
 
 from understudy.assembly.processes.critic import CriticCommands
 from understudy.errors import CheckpointError, LossInputError, PolicyError, RankLost
+from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
 from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.messages import (
@@ -19,8 +20,6 @@ from understudy.trainers.critic.messages import (
     result_as_json,
     result_from,
     sizes,
-    state_from,
-    state_tensors,
 )
 from understudy.trainers.learn.prepare import with_advantages
 from understudy.types.batch import Batch
@@ -77,10 +76,10 @@ def test_a_state_travels_in_parts_and_comes_back_whole() -> None:
         gathered |= unpack(commands.carry_out(pack({"do": "part", "names": names}, {})))[1]
     assert sizes(gathered) == head["bytes"]
     expected = critic.state()
-    back = state_from(gathered, head["progress"])
+    back = PolicyState.of_tensors(gathered, head["progress"])
     assert back.model.keys() == expected.model.keys() and back.optimizer.keys() == expected.optimizer.keys()
     there = CriticCommands(fresh)
-    for name, tensor in state_tensors(back).items():
+    for name, tensor in back.tensors().items():
         there.carry_out(pack({"do": "take"}, {name: tensor}))
     answer, _ = unpack(there.carry_out(pack({"do": "load_state", "progress": dict(back.progress)}, {})))
     assert answer["step"] == 1

@@ -21,7 +21,8 @@ from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, Scor
 from understudy.teacher.manifest import Limits, Manifest, RequestBatching
 from understudy.teacher.pool.integrity import Identity, check_row
 from understudy.teacher.pool.launch import ReplicaSpec
-from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.options import PoolOptions
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
@@ -382,7 +383,7 @@ def test_a_teachers_own_prompt_goes_with_the_order_and_the_worker_reads_the_row_
     (order,) = workers.orders
     assert not direct.asked and order.items[1].prompt is None
     handler = RemoteRowHandler.__new__(RemoteRowHandler)
-    handler._at_hand, handler._partition, handler._media = _UnscoredRows(), "train", None
+    handler._unscored, handler._partition, handler._media = _UnscoredRows(), "train", None
     handler._writer = Reader()
     row, canary = asyncio.run(handler._items(order.items))
     assert row.tokens.tolist() == [9, 8, 7, 6, 2, 3, 4] and row.positions.tolist() == [4, 5, 6]

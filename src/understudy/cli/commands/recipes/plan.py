@@ -1,12 +1,13 @@
-"""Show the resolved recipe, the processes and memory a run would use, and which process uses which device."""
+"""Show what a run would do: the keys that the recipe sets, the processes, their memory and their devices."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of each GPU, instead of the memory of this machine's GPUs",
+        help="memory of each GPU, instead of what this machine's have",
     )
     parser.add_argument(
         "--toml",
@@ -54,10 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if "=" in (options.simulate or "") and not Path(options.simulate).exists():
-        options.overrides, options.simulate = (
-            [*options.overrides, options.simulate],
-            "",
-        )  # an override, not the run to simulate
+        # `--simulate key=value`: argparse took an override for the run to simulate.
+        options.overrides = [*options.overrides, options.simulate]
+        options.simulate = ""
     plan_simulation.check_flags(options)
     if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: expected GiB of one GPU, above 0")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
             partial=recipe.trainer.partial_rollouts,
         )
         return
-    console.print_json(json.dumps(redact(recipe.model_dump())))
+    _print_changed_keys(as_tables(recipe, defaults=False), console)
     table = Table(title="processes", title_justify="left")
     for column in ("name", "what it does", "device", "parameters", "memory", "at work"):
         right = column in ("parameters", "memory", "at work")
@@ -115,3 +115,9 @@ def run(options: argparse.Namespace) -> None:
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
+
+
+def _print_changed_keys(changed: Mapping[str, Any], console: Console) -> None:
+    """The keys with another value than their default, as TOML. They are few; all keys would fill several screens."""
+    console.print(recipe_as_toml(redact(changed)), highlight=False, markup=False, soft_wrap=True)
+    console.print("All other keys have their defaults; --toml prints every key.\n", highlight=False)

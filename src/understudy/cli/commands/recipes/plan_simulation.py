@@ -213,7 +213,7 @@ def _work(
     options: argparse.Namespace, rollout: RolloutConfig, batching: SimulatedBatching, runs: list[MeasuredRun]
 ) -> Work:
     work = runs[0].work if runs else Work((rollout.max_new_tokens,), batching=batching)
-    work = replace(work, n=rollout.n, max_batch=rollout.max_batch)
+    work = replace(work, n=rollout.n, max_batch=rollout.max_batch, recompute_kv=rollout.recompute_kv)
     if options.lengths is not None:
         work = replace(work, lengths=quantile_lengths(_quantiles(options.lengths)))
     if options.batching is not None:
