@@ -35,7 +35,7 @@ def keys() -> str:
         "Every key of a recipe with its type, default and meaning. `understudy keys SECTION` prints the same in a",
         "terminal, and `understudy schema` gives it to an editor. Written by `docs/reference/generate.py`.",
         "",
-        "Every key is there since 0.1.0, the first release.",
+        "Every key exists since 0.1.0, the first release.",
     ]
     for name, field in RecipeTables.model_fields.items():
         lines += _section(name, field, level=2)
@@ -73,7 +73,7 @@ def _is_table(field: FieldInfo) -> bool:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "needed"
+        return "required"
     return "not set" if field.default is None else f"`{json.dumps(field.default, ensure_ascii=False)}`"
 
 

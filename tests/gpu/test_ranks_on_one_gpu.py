@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: a lost one is started again, and its trainer goes on from the last checkpoint."""
+"""Ranks that share a GPU: a lost one is started again, and its trainer continues from the last checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -38,7 +38,7 @@ UNREACHED = "the network, before the launch's first step"
 """A launch may end with 2 and the name of the teacher that it cannot reach."""
 RESTARTS = 1
 """Lost ranks and critics that a launch survives between two checkpoints: the default of `cluster.restarts.student`. After one
-more it may end with 2 and say that `understudy resume` goes on."""
+more it may end with 2 and say that `understudy resume` continues."""
 TRIES, GIVEN_UP = 3, "its worker process died 3 times"
 """A session whose worker is lost so often becomes a dead letter with this reason (`rollout/workers/pool.py`)."""
 LOST_MACHINE = r"machine \S+, the only one of the run's own Ray, is lost"
@@ -136,7 +136,7 @@ def _endings(found: History) -> Iterator[str]:
             launch.output,
         ):
             allowed.add(2)
-        if _lost(launch) > RESTARTS and "goes on from the last checkpoint" in launch.output:
+        if _lost(launch) > RESTARTS and "continues from the last checkpoint" in launch.output:
             allowed.add(2)
         if any(one.endswith(" node") for one in launch.faults) and re.search(LOST_MACHINE, launch.output):
             allowed.add(2)

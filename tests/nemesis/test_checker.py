@@ -143,7 +143,7 @@ def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_an
 
 
 def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoints() -> None:
-    message = "rank 1 was killed by SIGKILL; `understudy resume` goes on from the last checkpoint"
+    message = "rank 1 was killed by SIGKILL; `understudy resume` continues from the last checkpoint"
     for faults, wrong in (
         (("kill rank", "kill rank"), False), ((AT_START, "terminate critic"), False),
         (("kill rank",), True), (("kill rank", "kill replica"), True),

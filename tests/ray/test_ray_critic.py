@@ -97,7 +97,7 @@ def test_a_lost_machine_takes_the_run_back_and_another_one_has_the_critic(
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output[-3000:]
     log = tmp_path / "run" / "logs" / "trainer.log"
-    assert "the critic went with its machine" in log.read_text(), log.read_text()[-3000:]
+    assert "the critic was lost with its machine" in log.read_text(), log.read_text()[-3000:]
     assert re.search(r"going back to step \d+ \(restart 1 of 1\)", log.read_text())
     assert critics(log)[-1] != pid and not any(psutil.pid_exists(one) for one in critics(log))
     assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"

@@ -60,9 +60,9 @@ class Child:
     def exit_report(self, who: str) -> str:
         """How the process ended: its exit code or signal, and its last log line."""
         code, lines = self.exit_code or 0, _last_lines(self.log, self.log_start)
-        last_line = lines[-1].strip() if lines else "it said nothing"
+        last_line = lines[-1].strip() if lines else "it printed nothing"
         if code < 0 and self.remote and last_line.startswith(SUPERVISOR_GONE):
-            return f"{who} went with its machine {last_line}; log: {self.log}"
+            return f"{who} was lost with its machine {last_line}; log: {self.log}"
         if code < 0:
             number = signal.Signals(-code)
             why = "out of memory, or by a user or another process"
@@ -242,7 +242,7 @@ def _end_of_log(log: Path, start: int) -> str:
     if lines and lines[-1].startswith(_END_OF_STACKS):
         first = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=first)
     output = "\n".join(lines[max(first, 0) :][:_LAST_LINES])
-    return output.removeprefix("error: ") or "(it said nothing)"  # our own error begins with it
+    return output.removeprefix("error: ") or "(it printed nothing)"  # our own error begins with it
 
 
 def _last_lines(log: Path, start: int) -> list[str]:

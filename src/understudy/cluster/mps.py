@@ -140,7 +140,7 @@ def _begin(control: str, env: dict[str, str]) -> str | None:
             return f"{CONTROL} -d: {error}"
         output.seek(0)
         text = " ".join(output.read().split())
-    return f"{CONTROL} -d ended with code {code}: {text or 'it said nothing'}" if code else None
+    return f"{CONTROL} -d ended with code {code}: {text or 'it printed nothing'}" if code else None
 
 
 def _end(control: str, folder: Path) -> None:

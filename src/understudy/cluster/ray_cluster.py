@@ -168,7 +168,7 @@ class RayCluster:
             if kind in _NODE_PROCESSES:
                 raise ClusterError(
                     f"machine {node.node_ip_address}/{node.node_id[:6]}, the only one of the run's own Ray, is lost: its {kind} "
-                    f"ended with code {process.returncode}; `understudy resume` goes on from the last checkpoint, with a new Ray"
+                    f"ended with code {process.returncode}; `understudy resume` continues from the last checkpoint, with a new Ray"
                 )
 
     def group(self, name: str) -> PlacementGroup:

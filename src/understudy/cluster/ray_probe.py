@@ -71,7 +71,7 @@ def head_of(address: str) -> tuple[str, int]:
     if "://" in address:
         raise ClusterError(
             f"{address!r} goes through Ray's client, from outside the cluster; the trainer is one of its machines: run the "
-            "command on one, with cluster.address = 'auto' or HOST:PORT of the head (6379 unless told)"
+            "command on one, with cluster.address = 'auto' or HOST:PORT of the head (6379 by default)"
         )
     try:
         found = services.canonicalize_bootstrap_address(address)

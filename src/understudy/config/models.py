@@ -235,7 +235,7 @@ class TeacherConfig(Section):
             raise ValueError("`urls` belong to placement = 'external'")
         if self.token_env:
             raise ValueError(
-                "`token_env` belongs to placement = 'external': replicas that this run starts get a token of the run's own"
+                "`token_env` belongs to placement = 'external': replicas that this run starts get the run's own token"
             )
         if "outage_seconds" in self.model_fields_set and self.outage_seconds != 600.0:
             raise ValueError(
@@ -337,5 +337,5 @@ def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> No
     downloads."""
     if trusted and not revision and not (Path(model).is_absolute() or Path(model).is_dir()):
         raise ValueError(
-            f"trust_remote_code = true runs code from the hub, and {model!r} is no folder here: pin it with `revision`"
+            f"trust_remote_code = true runs code from the hub, and {model!r} is not a folder on this machine: pin it with `revision`"
         )

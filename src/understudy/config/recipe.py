@@ -235,7 +235,7 @@ def _parts(name: str, shown: str) -> list[str]:
         try:
             inner: Any = tomllib.loads(f"{name} = 0")
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{shown}: {name} is no key ({error})") from None
+            raise ConfigError(f"{shown}: {name} is not a key ({error})") from None
         parts = []
         while isinstance(inner, dict):
             [(part, inner)] = inner.items()
@@ -305,13 +305,13 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     if loss.teacher_temperature != 1.0 and loss.signal != "hidden":
         problems.append(
             f"loss.teacher_temperature = {loss.teacher_temperature} needs loss.signal = 'hidden': "
-            f"scores at a few ids ('{loss.signal}') cannot be re-tempered"
+            f"scores at a few ids ('{loss.signal}') cannot be computed for another temperature"
         )
     trained = {"student.dtype": recipe.student.dtype}
     if recipe.critic is not None:
         trained["critic.dtype"] = recipe.critic.dtype
     problems += [
-        f"{key} = 'float16': the gradients of a large batch are too small for it and vanish without a sign; use 'bfloat16' or 'float32'"
+        f"{key} = 'float16': the gradients of a large batch are too small for it and vanish without an error; use 'bfloat16' or 'float32'"
         for key, dtype in trained.items()
         if dtype == "float16"
     ]
@@ -325,7 +325,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     if apart and recipe.trainer.ranks > 1 and recipe.student.device.startswith("cuda:"):
         problems.append(
             f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks} and cluster.backend = 'ray': "
-            "each rank takes a GPU of its own there; write student.device = 'cuda'"
+            "each rank takes its own GPU there; write student.device = 'cuda'"
         )
     problems += [
         f"teachers.{name!r}: logs and metrics carry a teacher's name; choose one of 1 to {_LONGEST_NAME} characters without '/', '+' "
@@ -384,7 +384,7 @@ def _routing(recipe: Recipe) -> list[str]:
     if default is not None and default not in teachers:
         guess = nearest(default, teachers)
         hint = f"did you mean {guess!r}?" if guess else f"teachers: {', '.join(teachers) or 'none'}"
-        problems.append(f"data.default_teacher = {default!r} is no teacher of this recipe; {hint}")
+        problems.append(f"data.default_teacher = {default!r} is not a teacher of this recipe; {hint}")
     return problems
 
 
@@ -399,7 +399,7 @@ def _pools(recipe: Recipe) -> list[str]:
         if pool not in pools:
             guess = nearest(pool, pools)
             hint = f"did you mean {guess!r}?" if guess else f"pools: {', '.join(pools) or 'none'}"
-            problems.append(f"{place} = {pool!r} is none of [cluster.pools]; {hint}")
+            problems.append(f"{place} = {pool!r} is not one of [cluster.pools]; {hint}")
     if recipe.cluster.backend == "local":
         problems += [
             f"cluster.pools.{name}.nodes = {pool.nodes}: backend = 'local' is this one machine; set nodes = 1"

@@ -19,7 +19,7 @@ def _day(text: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError:
-        raise ValueError(f"{text!r} is no day; expected one like '2026-11-19'") from None
+        raise ValueError(f"{text!r} is not a date; expected one like '2026-11-19'") from None
 
 
 class RolloutConfig(Section):

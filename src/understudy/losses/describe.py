@@ -151,7 +151,7 @@ def describe_objective(
     if teacher_temperature != 1.0 and signal != "hidden":
         raise LossInputError(
             f"teacher_temperature = {teacher_temperature:g} needs signal = 'hidden': the {signal!r} signal carries "
-            "log-probabilities of the softmax at temperature 1, and a few of them cannot be re-tempered."
+            "log-probabilities of the softmax at temperature 1, and a few of them cannot be computed for another temperature."
         )
     if student_temperature != teacher_temperature and distill_coef > 0:
         notes.append(

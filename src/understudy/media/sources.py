@@ -67,7 +67,7 @@ class PictureSources:
             return
         self.changed.append(source)
         logger.warning(
-            "the picture %s was changed since this run first read it; the run goes on with its own copy, %s. "
+            "the picture %s was changed since this run first read it; the run continues with its own copy, %s. "
             "Start a new run to use the changed picture",
             source,
             self.store.path(name),

@@ -37,7 +37,7 @@ class MediaStore:
 
     def path(self, name: str) -> Path:
         if not is_hash(name):
-            raise DataError(f"{name!r} is no hash of a picture; expected 64 hexadecimal digits")
+            raise DataError(f"{name!r} is not the hash of a picture; expected 64 hexadecimal digits")
         return self.folder / name[:2] / name
 
     def has(self, name: str) -> bool:

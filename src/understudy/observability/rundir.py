@@ -86,7 +86,7 @@ class RunDir:
                     "in run.dir"
                 )
             raise RunDirectoryError(
-                f"{self.path} exists, is not empty and holds no run; name another folder in run.dir, or empty it"
+                f"{self.path} exists, is not empty and is not a run directory; name another folder in run.dir, or empty it"
             )
 
     def _is_left_from_a_start(self) -> bool:
@@ -113,9 +113,9 @@ class RunDir:
         except OSError as error:
             raise RunDirectoryError(f"{run.path} cannot be read ({error.strerror})") from None
         if not found:
-            why = "it has no recipe.json" if run.path.exists() else "there is no such folder"
+            why = "it has no recipe.json" if run.path.exists() else "the folder does not exist"
             raise RunDirectoryError(
-                f"{run.path} is no run directory: {why}; give the folder that a run printed at its start"
+                f"{run.path} is not a run directory: {why}; give the folder that a run printed at its start"
             )
         return run
 

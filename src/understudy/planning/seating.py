@@ -36,7 +36,7 @@ _WAYS_OUT = {
 }
 
 
-_ANY_DEVICE = "set 'cpu', or 'auto', which takes a GPU where there is one"
+_ANY_DEVICE = "set 'cpu', or 'auto', which takes a GPU if there is one"
 
 
 def teacher_role(name: str) -> str:

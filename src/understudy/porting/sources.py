@@ -55,7 +55,7 @@ def read_source(words: Sequence[str]) -> Source:
     source = Source()
     _of_command(source, words, Path())
     if not source.keys:
-        raise ConfigError(f"{words[0]!r} is no file, and no word of the command is key=value; {_FORMS}")
+        raise ConfigError(f"{words[0]!r} is not a file, and no word of the command is key=value; {_FORMS}")
     return _finished(source)
 
 
@@ -140,7 +140,9 @@ def _finished(source: Source) -> Source:
     source.keys, missing = followed(source.keys)
     if missing:
         shown = "; ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-        source.notes.append(f"{len(missing)} values refer to what is not given and were left out: {shown}")
+        source.notes.append(
+            f"{len(missing)} values refer to settings that are not given, and were left out: {shown}"
+        )
     return source
 
 
@@ -159,7 +161,7 @@ def _overrides(source: Source, words: Sequence[str]) -> None:
                 del source.keys[key]
             source.notes.append(f"{word} takes the key out: it counts as not given")
         elif "=" in word and not word.startswith("-"):
-            source.notes.append(f"{word} is no override of hydra's form; it was not read")
+            source.notes.append(f"{word} is not an override in hydra's form; it was not read")
 
 
 def _program(words: Sequence[str]) -> str | None:

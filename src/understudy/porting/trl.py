@@ -73,7 +73,7 @@ _OTHERS = {
     "grpo": "has no teacher: loss.task_coef and loss.advantage train on rewards (docs/trainer.md)",
     "rloo": "has no teacher: loss.task_coef and loss.advantage train on rewards (docs/trainer.md)",
 } | dict.fromkeys(
-    ("sft", "dpo", "kto", "orpo", "cpo", "bco", "ppo", "reward", "prm", "xpo", "nashmd", "ssd", "tpo"), "is no distillation on the student's own answers"
+    ("sft", "dpo", "kto", "orpo", "cpo", "bco", "ppo", "reward", "prm", "xpo", "nashmd", "ssd", "tpo"), "is not distillation on the student's own answers"
 )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def _loss(draft: Draft, own: _Kind) -> None:
         )
         if k:
             draft.notes.append(
-                "the teacher's K scores cannot be re-tempered: set temperature 1, or leave loss_top_k out"
+                "the teacher's K scores cannot be computed for another temperature: set temperature 1, or leave loss_top_k out"
             )
         else:
             draft.put("loss.teacher_temperature", temperature, "temperature")

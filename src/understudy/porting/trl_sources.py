@@ -120,7 +120,7 @@ def _read_call(source: Source, node: ast.Call, called: str, values: _Values) -> 
             source.keys[key] = values.of(value)
         except ValueError:
             source.notes.append(
-                f"{called}({key}={ast.unparse(value)}) is no literal; set its counterpart yourself"
+                f"{called}({key}={ast.unparse(value)}) is not a literal; set its counterpart yourself"
             )
     if names is None and called not in source.program.split():
         source.program = f"{source.program} {called}".strip()
@@ -140,7 +140,9 @@ def _rows(source: Source, value: ast.expr, values: _Values) -> None:
         elif (change := _row_change(node)) is not None:
             changes, node = [change[0], *changes], change[1]
         else:
-            source.notes.append(f"train_dataset={ast.unparse(value)} is no literal; set data.train yourself")
+            source.notes.append(
+                f"train_dataset={ast.unparse(value)} is not a literal; set data.train yourself"
+            )
             return
     names = dict(zip(("dataset_name", "dataset_config"), node.args, strict=False))
     words = {
@@ -153,7 +155,7 @@ def _rows(source: Source, value: ast.expr, values: _Values) -> None:
     try:
         found = {key: values.of(one) for key, one in names.items()}
     except ValueError:
-        source.notes.append(f"{ast.unparse(node)} is no literal; set data.train yourself")
+        source.notes.append(f"{ast.unparse(node)} is not a literal; set data.train yourself")
         return
     source.keys |= found | ({"dataset_train_split": split} if split else {})
     if changes:

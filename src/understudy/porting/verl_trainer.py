@@ -105,7 +105,7 @@ def _evaluation(draft: Draft, updates: int) -> None:
     else:
         draft.unsupported(
             "trainer.val_before_train",
-            "a run with data.eval and data.reward evaluates before its first step always",
+            "a run with data.eval and data.reward always evaluates before its first step",
         )
     samples = draft.get("data.val_max_samples", -1)
     if samples > 0 and can_evaluate:

@@ -185,7 +185,7 @@ def _checked_row(place: str, row: Any, folder: Path) -> Row:
         )
     if isinstance(row.get("messages"), str):
         raise DataError(
-            f"{place}: messages is a text; expected a list of messages; text to be used as it stands belongs to `prompt`"
+            f"{place}: messages is a string; expected a list of messages; text that is used unchanged belongs to `prompt`"
         )
     if name := next((name for name in NOT_READ if row.get(name)), None):
         raise DataError(
@@ -262,7 +262,7 @@ def _split_answer(place: str, messages: Any, row: Row) -> tuple[Any, str | None]
         return messages[:-1], answer_text([last])
     except ValueError as error:
         raise DataError(
-            f"{place} ends with an assistant message that is no answer in text ({error}); drop that message"
+            f"{place} ends with an assistant message that is not an answer in text ({error}); drop that message"
         ) from None
 
 

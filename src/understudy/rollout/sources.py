@@ -98,7 +98,7 @@ def _read_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(path.read_text(encoding=_ENCODING))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{key}: {path} begins as a list and is no readable JSON: {error}") from None
+        raise DataError(f"{key}: {path} begins as a list but is not readable JSON: {error}") from None
     for number, row in enumerate(rows, start=1):
         yield f"{path}, item {number}", row
 
@@ -148,7 +148,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
 def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, Any]], bytes]:
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f'{key} = {source!r} is no file here; a hub dataset needs the datasets extra: pip install "understudy[datasets]"'
+            f'{key} = {source!r} is not a file on this machine; a hub dataset needs the datasets extra: pip install "understudy[datasets]"'
         )
     if hub.split is None and key != "data.train":
         raise DataError(f"{key} = {source!r}: name the split, for example '{source}:test'")

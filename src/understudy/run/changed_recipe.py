@@ -96,7 +96,7 @@ ACCEPTED: Mapping[str, str] = {
     "cluster.*": "where processes sit",
     "run.threads": _ROUNDING,
     "run.mps": "how processes share a GPU",
-    "run.loggers": "who else is told",
+    "run.loggers": "which loggers run",
     "run.rollout_dump_every": "what is written for people to read",
     "run.profile_steps": "what is written for people to read",
     "run.keep_rows": "what is kept for people to read",

@@ -393,7 +393,7 @@ def _full_memory(error: BaseException, recipe: Recipe) -> PolicyError:
 
 def _no_host_memory(recipe: Recipe) -> PolicyError:
     return PolicyError(
-        "the trainer is out of memory on this machine; what was saved before is intact, and `understudy resume` goes on.\n"
+        "the trainer is out of memory on this machine; what was saved before is intact, and `understudy resume` continues.\n"
         f"- trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) and rollout.max_batch "
         f"(now {recipe.rollout.max_batch}) decide what a step holds\n"
         "- fewer teachers.NAME.replicas and rollout.workers leave more of the machine's memory"

@@ -37,7 +37,7 @@ def check_measurable(
         if given is None and not own.get(key)
     ]  # fmt: skip
     if missing:
-        why = "the run has none of its own" if own else f"{model} is no run, which would have its own"
+        why = "the run has none of its own" if own else f"{model} is not a run, which would have its own"
         raise ConfigError(
             f"nothing to measure with: give {' and '.join(missing)} (from Python: data, reward); {why}"
         )

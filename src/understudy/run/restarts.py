@@ -52,7 +52,7 @@ async def with_restarts(
                 tell(stays)
                 return now
             if not again:
-                message = f"{lost}; `understudy resume` goes on from the last checkpoint"
+                message = f"{lost}; `understudy resume` continues from the last checkpoint"
                 raise type(lost)(message) from None
             used += 1
             news = (

@@ -117,7 +117,7 @@ class CallbackRunner:
                 own = getattr(call, "__qualname__", type(call).__qualname__)
                 wrapped = CallbackError(
                     f"{name} ({getattr(call, '__module__', '?')}.{own}) raised {type(error).__name__}: {error} "
-                    f"after step {report.step}; understudy.resume({str(self.dir)!r}) goes on from the last checkpoint"
+                    f"after step {report.step}; understudy.resume({str(self.dir)!r}) continues from the last checkpoint"
                 )
                 wrapped.__cause__ = error
                 return wrapped

@@ -114,7 +114,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
     for name, value in trajectory.metrics.items():
         if not isinstance(name, str) or not isinstance(value, numbers.Real):
             raise DataError(
-                f"row {trajectory.key} came with the metric {name!r} = {value!r}; expected a text and a number: leave out what is "
+                f"row {trajectory.key} came with the metric {name!r} = {value!r}; expected a string and a number: leave out what is "
                 "not known, and put everything else into `extra`"
             )
     try:

@@ -284,7 +284,7 @@ class RunView:
             raise NotFound(f"the picture {name[:12]}… has more than {MOST_PICTURE_BYTES} bytes")
         data = store.get(name)
         if (kind := media_type(data)) is None:
-            raise NotFound(f"{name[:12]}… is no picture")
+            raise NotFound(f"{name[:12]}… is not a picture")
         return data, kind
 
     def columns(self, wanted: str) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ class OrderedWeights:
         if file is None:
             return
         if self._folder is None or not _SNAPSHOT.fullmatch(file):
-            raise Refused(400, "weights", f"{file!r} is no snapshot in this process's weights folder")
+            raise Refused(400, "weights", f"{file!r} is not a snapshot in this process's weights folder")
         try:
             with safe_open(self._folder / file, framework="pt", device="cpu") as snapshot:
                 for name in snapshot.keys():  # noqa: SIM118 - not a mapping

@@ -171,7 +171,7 @@ def test_a_run_directory_that_exists(
     (tmp_path / "there" / "file").write_text("precious")
     path = write_toml(tmp_path / "recipe.toml", recipe("there"))
     assert main(["train", str(path)]) == 2
-    assert "exists, is not empty and holds no run" in capsys.readouterr().err
+    assert "exists, is not empty and is not a run directory" in capsys.readouterr().err
     assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["file"]
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_is_no_run(
 ) -> None:
     arguments = [*command, str(tmp_path)] + ([str(tmp_path / "out")] if command == ["export"] else [])
     assert main(arguments) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answers", [False, True])

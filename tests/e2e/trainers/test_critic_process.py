@@ -204,7 +204,7 @@ def test_a_killed_critic_ends_the_run_with_its_name(started: Started) -> None:
         f"the critic was killed by SIGKILL (out of memory, or by a user or another process); log: {run}"
         in output
     )
-    assert "`understudy resume` goes on" in output
+    assert "`understudy resume` continues" in output
     assert time.monotonic() - killed < 15
 
 

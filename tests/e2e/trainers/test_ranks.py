@@ -159,7 +159,7 @@ def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in output
     assert "rank 1 of 2 was killed by SIGKILL" in output, output
-    assert "`understudy resume` goes on" in output
+    assert "`understudy resume` continues" in output
     assert time.monotonic() - killed < 15
 
 

@@ -35,7 +35,7 @@ REASONS = {
     "00000-0000003_0_1": "row '00000-0000003_0_1': token id 60 at position",
     "00000-0000005_0_1": "reward reward raised on row 00000-0000005_0_1: ValueError: no reward for this one",
     "00000-0000006_0_0": "reward reward gave nan for row 00000-0000006_0_0",
-    "00000-0000007_0_1": "row 00000-0000007_0_1 came with the metric 'by_turn' = {1: 2.0}; expected a text and a number",
+    "00000-0000007_0_1": "row 00000-0000007_0_1 came with the metric 'by_turn' = {1: 2.0}; expected a string and a number",
     "00000-0000011_0_0": "reward reward raised on row 00000-0000011_0_0",
     "00000-0000011_0_1": "row 00000-0000011_0_1 came with 1",
 }

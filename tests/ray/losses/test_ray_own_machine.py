@@ -48,7 +48,7 @@ def test_a_launch_that_loses_the_machine_of_its_own_ray_ends_and_names_it(
     assert "the only one of the run's own Ray, is lost: its raylet ended with code -9" in output, output[
         -3000:
     ]
-    assert "`understudy resume` goes on from the last checkpoint" in output and "Traceback" not in output
+    assert "`understudy resume` continues from the last checkpoint" in output and "Traceback" not in output
     process = start_cli("resume", str(tmp_path / "run"), "--quiet")
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output[-3000:]

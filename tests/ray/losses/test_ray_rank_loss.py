@@ -56,7 +56,7 @@ def test_the_run_goes_back_to_its_checkpoint_on_the_machines_left(
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output[-3000:]
     log = tmp_path / "run" / "logs" / "trainer.log"
-    assert "rank 1 of 2 went with its machine" in log.read_text()
+    assert "rank 1 of 2 was lost with its machine" in log.read_text()
     assert re.search(r"going back to step \d+ \(restart 1 of 1\)", log.read_text())
     assert rank_1(log) != pid, "another process on another machine"
     assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"

@@ -39,7 +39,7 @@ def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     if spoiled:
         (tmp_path / "recipe.json").write_text(spoiled)
     message, ranks = asyncio.run(fail_to_start(tmp_path))
-    expected = "`student.model` is missing" if spoiled else f"{tmp_path} is no run directory"
+    expected = "`student.model` is missing" if spoiled else f"{tmp_path} is not a run directory"
     assert message.startswith(expected), message
     assert not ranks.coordination.exists()
 

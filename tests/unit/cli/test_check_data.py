@@ -129,7 +129,7 @@ def test_lists_and_globs_beside_the_recipe(check: Check, tmp_path: Path) -> None
     code, output = check([{"messages": CHAT}], "data.train=more/c.jsonl")
     assert code == 2 and f"data.train: dataset {tmp_path / 'more' / 'c.jsonl'} does not exist" in output
     code, output = check([{"messages": CHAT}], "data.train=5")
-    assert code == 2 and "`data.train` = 5: expected a list of texts" in output
+    assert code == 2 and "`data.train` = 5: expected a list of strings" in output
 
 
 def test_rows_of_odd_shapes_are_told_by_file_line_and_column(check: Check) -> None:

@@ -18,9 +18,9 @@ OWN = "a run that has none"
 TRAINED = "a run of 6 steps"
 MEASURED = "a run with held-out problems"
 CASES = [
-    (["eval", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder; give the folder that a run"),
-    (["export", "runs/nothere", "out"], "error: runs/nothere is no run directory: there is no such folder"),
-    (["replay", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder"),
+    (["eval", "runs/nothere"], "error: runs/nothere is not a run directory: the folder does not exist; give the folder that a run"),
+    (["export", "runs/nothere", "out"], "error: runs/nothere is not a run directory: the folder does not exist"),
+    (["replay", "runs/nothere"], "error: runs/nothere is not a run directory: the folder does not exist"),
     (["export", OWN, OWN], f"error: {OWN} exists and is not empty; give a new folder to export to"),
     (["replay", OWN], f"error: {OWN}: no step was refused"),
     (["eval", OWN, "--data", "rows.jsonl"], "nothing to measure with: give --reward module:function (from Python"),
@@ -28,7 +28,7 @@ CASES = [
     (["eval", MEASURED, "--answers", "lost/a.jsonl"], "/lost does not exist; make it, or name another file"),
     (["eval", MEASURED, "--answers", "models"], "error: --answers models is a folder; name a file"),
     (["eval", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
-    (["eval", "models/last"], "give --data FILE and --reward module:function (from Python: data, reward); models/last is no run"),
+    (["eval", "models/last"], "give --data FILE and --reward module:function (from Python: data, reward); models/last is not a run"),
     (["eval", "models/last", "--best"], "--best chooses among the checkpoints of a run, and models/last is none"),
     (["serve-teacher", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
     (["serve-teacher", "./lost"], "error: model = './lost': no such folder; give a folder with config.json, or a hub id"),

@@ -88,11 +88,11 @@ def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["data.train=5"], ["`data.train` = 5: expected a list of texts"]),
-        (["data.train=[3]"], ["`data.train[0]` = 3: expected a text; write it in quotes: \"3\", on a command line '\"3\"'"]),
-        (["student.model=5"], ["`student.model` = 5: expected a text; write it in quotes: \"5\", on a command line '\"5\"'"]),
+        (["data.train=5"], ["`data.train` = 5: expected a list of strings"]),
+        (["data.train=[3]"], ["`data.train[0]` = 3: expected a string; write it in quotes: \"3\", on a command line '\"3\"'"]),
+        (["student.model=5"], ["`student.model` = 5: expected a string; write it in quotes: \"5\", on a command line '\"5\"'"]),
         (["student=5"], ["`student` = 5: expected a table of keys, [student]"]),
-        (["trainer.steps=no", "data.train=5"], ["`data.train` = 5: expected a list of texts", "`trainer.steps` = 'no': expected a whole number of at least 1"]),
+        (["trainer.steps=no", "data.train=5"], ["`data.train` = 5: expected a list of strings", "`trainer.steps` = 'no': expected a whole number of at least 1"]),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_told_once(

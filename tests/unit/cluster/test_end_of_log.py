@@ -14,7 +14,8 @@ from understudy.errors import UnderstudyError
 
 
 @pytest.mark.parametrize(
-    ("written", "last_line"), [("early\nthe disk is full\n", "the disk is full"), (None, "it said nothing")]
+    ("written", "last_line"),
+    [("early\nthe disk is full\n", "the disk is full"), (None, "it printed nothing")],
 )
 def test_a_lost_process_is_told_with_its_log_or_without(
     tmp_path: Path, written: str | None, last_line: str

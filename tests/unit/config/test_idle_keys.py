@@ -54,7 +54,7 @@ CASES = [
     ("dataplane.storage_units=4", [*RAY, "dataplane.backend=transfer_queue"], "= 'transfer_queue'"),
     ("dataplane.queue_timeout_seconds=9.0", [*RAY, "dataplane.backend=transfer_queue"], "= 'transfer_queue'"),
     ("cluster.ray_auth=off", [*RAY, "cluster.address=h:1"], "needs cluster.backend = 'ray'"),
-    ("teachers.t.token_env=T", ["teachers.t.placement=external", f"teachers.t.urls={URL}"], "a token of the run's own"),
+    ("teachers.t.token_env=T", ["teachers.t.placement=external", f"teachers.t.urls={URL}"], "the run's own token"),
 ]  # fmt: skip
 
 

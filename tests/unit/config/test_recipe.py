@@ -49,7 +49,7 @@ def test_defaults_are_sound() -> None:
         ),
         (
             changed(run={"name": 5}),
-            '`run.name` = 5: expected a text; write it in quotes: "5", on a command line \'"5"\'',
+            '`run.name` = 5: expected a string; write it in quotes: "5", on a command line \'"5"\'',
         ),
         (changed(trainer={"steps": True}), "`trainer.steps` = True"),
         (changed(teachers={"t": {"model": "m", "placement": "colocate"}}), "woke up with wrong weights"),
@@ -70,8 +70,8 @@ def test_defaults_are_sound() -> None:
             changed(loss={"task_coef": 1.0, "advantage": "rloo"}, data={"reward": "m:f"}),
             "loss.advantage = 'rloo' compares the sessions of a prompt",
         ),
-        (changed(loss={"teacher_temperature": 0.7}), "cannot be re-tempered"),
-        (changed(student={"dtype": "float16"}), "vanish without a sign"),
+        (changed(loss={"teacher_temperature": 0.7}), "cannot be computed for another temperature"),
+        (changed(student={"dtype": "float16"}), "vanish without an error"),
         ({**GOOD, "teachers": {}}, "no teacher"),
         (
             {**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m"}}},
@@ -154,7 +154,7 @@ def test_a_quoted_name_in_an_override_may_hold_dots(name: str) -> None:
         ("teachers..model=x", "teachers..model has an empty name beside a dot"),
         (".steps=3", ".steps has an empty name"),
         ('teachers."".model=x', "has an empty name"),
-        ('teachers."a.model=x', 'teachers."a.model is no key'),
+        ('teachers."a.model=x', 'teachers."a.model is not a key'),
     ],
 )
 def test_names_that_are_empty_or_half_quoted_are_refused(word: str, told: str) -> None:

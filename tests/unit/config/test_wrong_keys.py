@@ -179,7 +179,7 @@ def test_a_value_where_a_section_belongs(section: str) -> None:
             "`run.loggers` = 'wandb': expected a list of 'tensorboard', 'wandb', 'trackio', 'mlflow' or 'opentelemetry'; "
             'write run.loggers = ["wandb"]',
         ),
-        ("rollout.stop=END", "`rollout.stop` = 'END': expected a list of texts; write rollout.stop = [\"END\"]"),
+        ("rollout.stop=END", "`rollout.stop` = 'END': expected a list of strings; write rollout.stop = [\"END\"]"),
         ("trainer.steps='5'", "`trainer.steps` = '5': expected a whole number of at least 1; write it without quotes"),
         ("trainer.max_dead_letters=.5", "`trainer.max_dead_letters` = '.5': expected a number of at least 0 and at most 1; write 0.5"),
         ("rollout.filter_groups=True", "`rollout.filter_groups` = 'True': expected true or false; write true"),

@@ -28,7 +28,7 @@ from understudy.types.loss import LossInputs, StudentHead, StudentLogits, Teache
         ),
         ({"kind": "reverse_kl", "signal": "sampled"}, "compares whole distributions"),
         ({"kind": "forward_kl", "signal": "sampled"}, "k3 \\(gradient of forward KL"),
-        ({"kind": "forward_kl", "teacher_temperature": 0.7}, "cannot be re-tempered"),
+        ({"kind": "forward_kl", "teacher_temperature": 0.7}, "cannot be computed for another temperature"),
         ({"kind": "k2", "signal": "hidden", "teacher_temperature": 0.7}, "needs a divergence"),
         ({"kind": "reverse_kl", "signal": "at_ids", "tail": "drop"}, "choosing other ids"),
         ({"kind": "forward_kl", "tail": "renormalise", "topk": 1}, "identically zero"),

@@ -84,7 +84,9 @@ def test_check_says_which_key_to_set_and_a_folder_needs_no_revision(house: Path)
 
 
 def test_a_hub_id_still_needs_its_revision(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'org/model' is no folder here: pin it with `revision`"):
+    with pytest.raises(
+        ConfigError, match="'org/model' is not a folder on this machine: pin it with `revision`"
+    ):
         recipe_of(Path("org/model"), teacher=True)
     with pytest.raises(TeacherError, match="pin it with a revision"):
         load_frozen("org/model", trust_remote_code=True)

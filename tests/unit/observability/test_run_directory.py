@@ -23,7 +23,7 @@ def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=f"understudy resume {first.path}"):
         RunDir.create(str(first.path), "run")
     assert RunDir.open(first.path).path == first.path
-    with pytest.raises(RunDirectoryError, match="no run directory"):
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunDir.open(second.path)
 
 
@@ -136,11 +136,11 @@ def test_a_launch_that_ended_before_its_recipe_was_written_can_be_begun_anew(
     lock.close()
     again.lock().close()
     (begun.checkpoints / "step-000001").mkdir()
-    with pytest.raises(RunDirectoryError, match="holds no run"):
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
         again.check_new()
     (begun.checkpoints / "step-000001").rmdir()
     (begun.path / "notes.txt").touch()
-    with pytest.raises(RunDirectoryError, match="holds no run"):
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
         again.check_new()
 
 

@@ -246,7 +246,7 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
         ),
         ({}, {"pools": {"p": {"nodes": 2, "gpus_per_node": 1}}}, "is this one machine; set nodes = 1"),
         ({}, {"pools": {"p": {}}}, "an empty pool"),
-        ({}, {"roles": {"student": "p"}}, "cluster.roles.student = 'p' is none of"),
+        ({}, {"roles": {"student": "p"}}, "cluster.roles.student = 'p' is not one of"),
         ({"replicas": 0}, {}, "at least 1 replica"),
         ({"placement": "colocate"}, {}, "slept and woken"),
         ({"device": "cuda:0", "tensor_parallel": 2}, {}, "needs that many devices"),

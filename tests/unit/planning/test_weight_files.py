@@ -62,14 +62,14 @@ def broken_index(model: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (lambda m: cut(m / "model.safetensors"), r"model.safetensors has [\d,]+ bytes, its header promises [\d,]+; download"),
     "longer": (lambda m: (m / "model.safetensors").open("ab").write(b"more"), "its header promises"),
-    "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), r"\(0 bytes\) is no whole safetensors file"),
-    "another format": (lambda m: (m / "model.safetensors").write_bytes(b"PK\x03\x04" * 100), "is no whole safetensors file"),
+    "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), r"\(0 bytes\) is not a complete safetensors file"),
+    "another format": (lambda m: (m / "model.safetensors").write_bytes(b"PK\x03\x04" * 100), "is not a complete safetensors file"),
     "pointer": (lambda m: (m / "model.safetensors").write_text(POINTER), "model.safetensors is a git-lfs pointer.*git lfs pull"),
     "pointer of the tokenizer": (lambda m: (m / "tokenizer.json").write_text(POINTER), "tokenizer.json is a git-lfs pointer"),
     "cut tokenizer": (lambda m: cut(m / "tokenizer.json"), r"tokenizer.json cannot be read \(.*\); download or copy it again"),
     "no shard": (no_shard, f"{SHARDS[1]} of the 2 files named in .* is missing"),
     "cut shard": (cut_shard, f"{SHARDS[1]} has .* its header promises"),
-    "broken index": (broken_index, "is no index of weight files"),
+    "broken index": (broken_index, "is not an index of weight files"),
     "config.json": (lambda m: (m / "config.json").write_text('{"vocab'), "config.json is not a JSON object"),
     "generation_config.json": (lambda m: (m / "generation_config.json").write_text("["), "generation_config.json is not a JSON object"),
 }  # fmt: skip

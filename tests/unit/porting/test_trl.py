@@ -257,8 +257,8 @@ def test_the_command_of_a_script_that_trains(tmp_path: Path) -> None:
         ("GRPOConfig GRPOTrainer", "loss.task_coef"),
         ("MiniLLMConfig", "loss.policy_gradient"),
         ("sdft.py", "model = 'student'"),
-        ("SFTTrainer", "no distillation"),
-        ("OnlineDPOTrainer", "no distillation"),
+        ("SFTTrainer", "not distillation"),
+        ("OnlineDPOTrainer", "not distillation"),
         ("IWOPDConfig", "distillation_objective"),
     ],
 )

@@ -34,7 +34,7 @@ def test_rows_are_read(tmp_path: Path, name: str, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"prompt": "a"}, {"prompt"', r"data.train: .*rows.json begins as a list and is no readable JSON"),
+        ('[{"prompt": "a"}, {"prompt"', r"data.train: .*rows.json begins as a list but is not readable JSON"),
         ('[{"prompt": "a"}, 7]', r"rows.json, item 2 is an? int"),
         ("[]", "is empty"),
     ],

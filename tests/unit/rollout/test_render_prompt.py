@@ -74,7 +74,7 @@ def test_a_template_that_asks_for_the_date_gets_the_run_s() -> None:
     given = RolloutConfig(template_date="2024-07-26", template_options={"date_string": "once"})
     assert rendered(given).startswith("Today: once. ")
     assert rendered(RolloutConfig()).startswith(f"Today: {date.today():%d %b %Y}. ")
-    with pytest.raises(ValueError, match=r"'26\.7\.2024' is no day; expected one like '2026-11-19'"):
+    with pytest.raises(ValueError, match=r"'26\.7\.2024' is not a date; expected one like '2026-11-19'"):
         RolloutConfig(template_date="26.7.2024")
 
 

@@ -154,7 +154,7 @@ def test_messages_without_text_are_refused_and_not_trained_as_empty_prompts() ->
         message = refused({"messages": [CHAT[0], wrong]})
         assert "data[1]: messages[1] has no content (its keys: role, " in message and "contents)" in message
     message = refused({"messages": json.dumps(CHAT)})
-    assert "data[1]: messages is a text; expected a list of messages" in message
+    assert "data[1]: messages is a string; expected a list of messages" in message
     called = [
         CHAT[0],
         {"role": "assistant", "content": None, "tool_calls": [{}]},

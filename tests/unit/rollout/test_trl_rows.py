@@ -72,7 +72,7 @@ def test_a_dataset_of_the_datasets_library(tmp_path: Path) -> None:
         ({"messages": [ANSWER]}, "nothing left to answer"),
         ({"messages": [ASKED, ANSWER, ANSWER]}, "nothing left to answer"),
         ({"messages": [ASKED, ANSWER], "completion": "blue"}, "has a `completion` too"),
-        ({"messages": [ASKED, {**ANSWER, "tool_calls": [{}]}]}, r"no answer in text \(a message with tool calls\)"),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": [{}]}]}, r"not an answer in text \(a message with tool calls\)"),
         ({"prompt": "", "answer": "blue"}, "`prompt` is empty"),
         ({"messages": []}, "`messages` is empty"),
         ({"text": "The sky is blue."}, r"has no prompt \(columns: text\)"),

@@ -58,7 +58,7 @@ def test_a_process_that_is_killed_while_it_is_started_again_is_lost_once_more() 
         return died
 
     assert Runs((2, lost()), (2, killed()), (2, 9)).go(allowed=2) == 9
-    with pytest.raises(ChildDied, match=r"killed by SIGKILL; `understudy resume` goes on"):
+    with pytest.raises(ChildDied, match=r"killed by SIGKILL; `understudy resume` continues"):
         Runs((2, lost()), (2, killed()), (2, 9)).go(allowed=1)
     for script in ([(2, killed()), (2, 9)], [(2, lost()), (2, killed(by_a_signal=False)), (2, 9)]):
         with pytest.raises(
@@ -69,7 +69,7 @@ def test_a_process_that_is_killed_while_it_is_started_again_is_lost_once_more() 
 
 def test_without_a_checkpoint_in_between_it_ends_with_the_ranks_words() -> None:
     runs = Runs((2, lost()), (2, lost()), (2, lost()), (2, 9))
-    with pytest.raises(RankLost, match=r"rank 1 of 2 was killed; `understudy resume` goes on"):
+    with pytest.raises(RankLost, match=r"rank 1 of 2 was killed; `understudy resume` continues"):
         runs.go(allowed=2)
     assert len(runs.notes) == 2 and len(runs.script) == 1
     with pytest.raises(RankLost):

@@ -94,7 +94,9 @@ def _check_running(run: RunDir) -> None:
         pass
     except PermissionError:  # alive, and owned by another user
         return
-    raise TeacherError(f"{run.path} is not running; replicas can only join and leave a run that goes on")
+    raise TeacherError(
+        f"{run.path} is not running; replicas can only be added to and removed from a live run"
+    )
 
 
 async def _listen(folder: Path, teachers: Teachers) -> None:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ids (several per position) ask for exactly these candidates",
     )
     parser.add_argument(
-        "--topk", type=int, default=0, help="candidates per position; 0 asks for the written token alone"
+        "--topk", type=int, default=0, help="candidates per position; 0 scores only the written token"
     )
     parser.add_argument(
         "--token",

@@ -13,9 +13,9 @@ EXAMPLE = "understudy teachers runs/RUN list"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
+    parser.add_argument("run", type=Path, help="the folder of a live run")
     actions = parser.add_subparsers(dest="do", metavar="ACTION")
-    actions.add_parser("list", help="every replica, how it is and what it did (the default)")
+    actions.add_parser("list", help="state and counters of every replica (the default)")
     add = actions.add_parser(
         "add",
         help="one more replica; it joins once it has proved to be the same teacher",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--url", help="where it answers (external teachers)")
     remove = actions.add_parser(
         "remove",
-        help="one replica fewer; what it works on is finished first",
+        help="one replica fewer; it first finishes its running requests",
         epilog="example: understudy teachers runs/RUN remove math math-1",
     )
     remove.add_argument("teacher")

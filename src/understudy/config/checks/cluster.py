@@ -29,6 +29,6 @@ def cluster_problems(cluster: ClusterConfig, dataplane: DataPlaneConfig) -> list
             )
     elif cluster.ray_auth == "off" and cluster.address is None:
         problems.append(
-            "cluster.ray_auth = 'off' is for a cluster that runs already (cluster.address); a Ray of the run's own has a token"
+            "cluster.ray_auth = 'off' is for a cluster that runs already (cluster.address); a Ray that the run starts itself has a token"
         )
     return problems

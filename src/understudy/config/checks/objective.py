@@ -75,7 +75,7 @@ def _optimizer(recipe: RecipeTables) -> list[str]:
         rollout = recipe.rollout
         if rollout.engine != "hf":
             problems.append(
-                f"student.lora.publish = 'adapter' is for engine processes of ours, which merge adapters themselves; {rollout.engine} "
+                f"student.lora.publish = 'adapter' is for our own engine processes, which merge adapters themselves; {rollout.engine} "
                 "servers get merged weights: leave it out, or set rollout.engine = 'hf' and rollout.processes"
             )
         elif not rollout.processes:
@@ -134,7 +134,7 @@ def _critic_device(recipe: RecipeTables) -> list[str]:
     if critic is None or critic.device is None or critic.process or "critic" in recipe.cluster.roles:
         return []
     return [
-        f"critic.device = {critic.device!r} is for a critic in a process of its own, and this one sits in the trainer's, on the "
+        f"critic.device = {critic.device!r} is for a critic in its own process, and this one runs in the trainer's process, on the "
         "student's device; set critic.process = true (or cluster.roles.critic), or leave device out"
     ]
 

@@ -120,11 +120,11 @@ def _beside_engine(given: str, recipe: RecipeTables) -> list[str]:
     rollout, lora, problems = recipe.rollout, recipe.student.lora, []
     if rollout.engine != "hf":
         problems.append(
-            f"{given} with rollout.engine = {rollout.engine!r}: the base scores in engine processes of ours; use 'trainer' or 'standalone', "
+            f"{given} with rollout.engine = {rollout.engine!r}: the base scores in our own engine processes; use 'trainer' or 'standalone', "
             "or set rollout.engine = 'hf' and rollout.processes"
         )
     elif not rollout.processes:
-        problems.append(f"{given} sits in the engine processes; set rollout.processes, or use 'trainer'")
+        problems.append(f"{given} runs in the engine processes; set rollout.processes, or use 'trainer'")
     if lora is not None and lora.publish != "adapter":
         problems.append(
             f"{given} with student.lora.publish = {lora.publish!r}: whole weights would take the place of the base in the engine processes; "

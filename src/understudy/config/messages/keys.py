@@ -95,7 +95,7 @@ def walk(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[int |
     return found, kind
 
 
-_PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
+_PLURALS = {str: "strings", int: "whole numbers", float: "numbers"}
 
 
 def described(kind: KeyType, where: str) -> str:
@@ -120,7 +120,7 @@ def _described(kind: KeyType, where: str) -> str:
         return "true or false"
     if arm in (int, float):
         return ("a whole number" if arm is int else "a number") + _bounds(kind.bounds)
-    return "a text" if arm is str else "another value"
+    return "a string" if arm is str else "another value"
 
 
 def one_of(choices: Sequence[Any]) -> str:

@@ -20,7 +20,7 @@ _CHAT = "a row holds `messages` (a chat) or `prompt` (text); the column names ar
 _REWARD = '`data.reward` = "module:function"'
 _ENGINE_ARGS = "an argument of vLLM: `rollout.engine_args` = [\"--{}\"] with `rollout.engine` = 'vllm'"
 _ADAPTERS = "a [student.lora] table turns adapters on (`student.lora.rank`, `student.lora.alpha`, `student.lora.targets`)"
-_LOG = "metrics are written every step; `run.loggers` names who else is told"
+_LOG = "metrics are written every step; `run.loggers` adds other loggers"
 _HUB = "nothing is pushed by a run; `understudy export RUN OUT --push ORG/NAME` uploads a student"
 _RESUME = "a run is continued by `understudy resume RUN`"
 _SHARDING = "the student is sharded by FSDP2 over `trainer.ranks` processes; there are no other strategies"
@@ -32,7 +32,7 @@ _TEACHERS_ANSWERS = (
     "`rollout.off_policy` with `rollout.answer_column` = 'written' learns from them"
 )
 _EVAL_FIRST = (
-    "with `data.eval` and `data.reward` a run evaluates before the first step and after the last one always"
+    "with `data.eval` and `data.reward` a run always evaluates before the first step and after the last one"
 )
 _PROJECT = "wandb reads the environment variables WANDB_PROJECT and WANDB_ENTITY; `run.name` names the run"
 _CLIP = "`loss.clip_low` and `loss.clip_high` bound the ratio on either side"
@@ -84,8 +84,8 @@ _CALLED: dict[str, str] = {
     _EVAL_FIRST: "eval_on_start val_before_train",
     "`understudy eval MODEL` measures a model without training": "val_only",
     "trainer.eval_k": "val_kwargs.n",
-    "`trainer.eval_k` samples are drawn at `rollout.temperature`; accuracy is of greedy answers": "val_kwargs.temperature",
-    "accuracy is of greedy answers; `trainer.eval_k` draws samples besides": "val_kwargs.do_sample",
+    "`trainer.eval_k` samples are drawn at `rollout.temperature`; accuracy uses greedy answers": "val_kwargs.temperature",
+    "accuracy uses greedy answers; `trainer.eval_k` draws samples besides": "val_kwargs.do_sample",
     _LOG: "logging_steps logging_dir log_freq log_level",
     "run.loggers": "logger report_to use_wandb wandb",
     _PROJECT: "project_name project wandb_project wandb_entity",
@@ -120,7 +120,7 @@ _CALLED: dict[str, str] = {
     "student.attention": "attn_implementation attn_impl model.attn flash_attn use_flash_attn",
     "student.compile": "torch_compile",
     "student.gradient_checkpointing": "activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing",
-    "rows are packed without padding wherever the model's attention allows it; nothing is to be set": "use_remove_padding packing",
+    "rows are packed without padding wherever the model's attention allows it; nothing needs to be set": "use_remove_padding packing",
     "fused losses are on by themselves; `loss.backend` chooses between torch and Triton": "use_liger_kernel",
     _SHARDING: "deepspeed zero_stage fsdp fsdp_config strategy",
     _GPUS: "n_gpus_per_node num_gpus",
@@ -142,7 +142,7 @@ _CALLED: dict[str, str] = {
     _OVERLONG: "filter_overlong_prompts truncation truncation_side",
     "rollout.engine": "rollout.name",
     "`rollout.engine` = 'vllm'": "use_vllm",
-    "`rollout.engine` = 'vllm' starts servers of its own, or uses those at `rollout.urls`": "vllm_mode",
+    "`rollout.engine` = 'vllm' starts its own servers, or uses those at `rollout.urls`": "vllm_mode",
     "rollout.urls": "vllm_server_host vllm_server_base_url",
     "rollout.replicas": "vllm_num_engines",
     _ENGINE_ARGS.format(
@@ -152,7 +152,7 @@ _CALLED: dict[str, str] = {
     _ENGINE_ARGS.format("enforce-eager"): "enforce_eager",
     _ENGINE_ARGS.format("max-num-batched-tokens=8192"): "max_num_batched_tokens",
     "rollout.max_batch": "max_num_seqs",
-    "engines are never put to sleep; nothing is to be set": "free_cache_engine",
+    "engines are never put to sleep; nothing needs to be set": "free_cache_engine",
     "rollout.stop": "stop_strings",
     "rollout.agent": "default_agent_loop",
     "rollout.workers": "agent.num_workers",
@@ -179,12 +179,12 @@ _CALLED: dict[str, str] = {
     ),
     "data.eval": "val_files val_file data.val data.test eval_dataset val_dataset",
     _CHAT: "prompt_key input_key return_raw_chat",
-    "rewards read the `answer` column; your own (`data.reward`) reads what it likes": "label_key",
+    "rewards read the `answer` column; your own (`data.reward`) may read any column": "label_key",
     _REWARD: (
         "reward_funcs reward_fn reward_function reward_model reward_manager remote_rm_url reward_pretrain reward_fn_key "
         "custom_reward_function.path custom_reward_function.name"
     ),
-    "`run.rollout_dump_every` writes the rows of every so many steps as text to the run directory": "rollout_data_dir",
+    "`run.rollout_dump_every` writes the rows of every N-th step as text to the run directory": "rollout_data_dir",
     # The objective.
     "loss.kind": "loss_mode divergence loss.type loss.name",
     "`loss.kind` is the divergence, `loss.reduction` how tokens are averaged": "loss_type",
@@ -222,10 +222,10 @@ _CALLED: dict[str, str] = {
     "teachers.NAME.max_batch_tokens": "teacher_models.*.inference.max_num_batched_tokens",
     "a teacher only scores and keeps no KV cache; `teachers.NAME.max_batch_tokens` bounds its memory": "teacher_models.*.inference.gpu_memory_utilization",
     "a teacher scores and does not sample; `loss.teacher_temperature` is of the loss": "teacher_models.*.inference.temperature",
-    "teachers' GPUs: `cluster.pools.NAME.gpus_per_node`, with `teachers.NAME.pool`; else each takes one of its own": "distillation.n_gpus_per_node",
+    "teachers' GPUs: `cluster.pools.NAME.gpus_per_node`, with `teachers.NAME.pool`; else each takes its own": "distillation.n_gpus_per_node",
     "teachers' machines: `cluster.pools.NAME.nodes`, with `teachers.NAME.pool`": "distillation.nnodes",
-    "teachers have processes of their own always; a pool of theirs: `teachers.NAME.placement` = 'pool'": "enable_resource_pool",
-    "teachers score each rollout as soon as it ends; nothing is to be set": "stream_teacher_with_rollout",
+    "teachers always have their own processes; for a pool of their own: `teachers.NAME.placement` = 'pool'": "enable_resource_pool",
+    "teachers score each rollout as soon as it ends; nothing needs to be set": "stream_teacher_with_rollout",
 }
 """Our key, or a sentence → the names that users of other projects write for it."""
 
@@ -263,7 +263,7 @@ REMOVED: dict[str, Any] = {
 
 OFF: dict[str, str] = {
     "rollout.top_k": "write 0, which keeps every token (-1 in verl and vLLM)",
-    "trainer.eval_every": "write 0, which evaluates before the first and after the last step only",
+    "trainer.eval_every": "write 0, which evaluates only before the first and after the last step",
     "trainer.eval_samples": "leave it out to evaluate on all",
     "trainer.checkpoint_every": "write trainer.steps or more: the last step is always saved",
 }

@@ -92,7 +92,7 @@ def decode_call(body: bytes) -> tuple[int, list[GenerateRequest]]:
             raise MessageError(f"request {row.key} has seed {row.seed}; expected 63 bits")
         sampling = came.samplings[row.sampling]
         if not all(0 <= stop < 1 << 31 for stop in sampling.stop_ids):
-            raise MessageError(f"request {row.key} has stop ids that are no token ids")
+            raise MessageError(f"request {row.key} has stop ids that are not token ids")
         requests.append(
             GenerateRequest(row.key, row.tokens, sampling, row.seed, row.session, tuple(row.media))
         )

@@ -258,8 +258,8 @@ class HFEngine:
         for request, generation in zip(requests, written, strict=True):
             if not np.isfinite(generation.logprobs).all():
                 raise EngineError(
-                    f"request {request.key} was answered with log-probabilities that are no numbers: the student's weights hold NaN or "
-                    "infinity, or a kernel made them; what was drawn under them means nothing"
+                    f"request {request.key} was answered with log-probabilities that are not finite: the student's weights hold NaN or "
+                    "infinity, or a kernel made them; tokens drawn from them are meaningless"
                 )
         return written
 

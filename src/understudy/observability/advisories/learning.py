@@ -192,7 +192,7 @@ def reward_is_constant(facts: RunFacts) -> Iterator[Advisory]:
         none = last[0] <= 0
         yield Advisory(
             "reward_is_constant", "warning" if learns else "note",
-            "No answer gets a reward" if none else "Every answer gets the same reward: it teaches nothing any more",
+            "No answer gets a reward" if none else "Every answer gets the same reward: it no longer teaches anything",
             f"{key} = {last[0]:g} in each of the last {SAME_REWARD_STEPS} steps",
             "Read some answers: the format that data.reward expects may never be written; see rollout.max_new_tokens."
             if none

@@ -53,8 +53,8 @@ def alignment_notes(
     place = f"teachers.{name}"
     if loss.signal == "topk" and loss.topk >= student.vocab_size:
         return [
-            f"{place}.vocabulary = 'align' with loss.topk = {loss.topk}: candidates without a counterpart belong to the tail, and there is "
-            f"none beside all {student.vocab_size} ids of the student; lower loss.topk"
+            f"{place}.vocabulary = 'align' with loss.topk = {loss.topk}: candidates without a counterpart belong to the tail, and "
+            f"with all {student.vocab_size} ids of the student as candidates there is no tail; lower loss.topk"
         ], []
     try:
         ours = TokenBytes.load(student.path, "student").by_bytes()

@@ -40,7 +40,7 @@ def incomplete(folder: Path) -> str | None:
     try:
         files = weight_files(folder)
     except (ValueError, KeyError, AttributeError):
-        return f"{_INDEX} is no index of weight files; {_AGAIN}"
+        return f"{_INDEX} is not an index of weight files; {_AGAIN}"
     if missing := [file.name for file in files if not file.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"{missing[0]}{more} of the {len(files)} files named in {_INDEX} {'are' if more else 'is'} missing; {_AGAIN}"
@@ -58,7 +58,7 @@ def _cut_short(file: Path) -> str | None:
         tensors, begin = _header(file)
         expected = begin + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
-        return f"{file.name} ({size:,} bytes) is no whole safetensors file; {_AGAIN}"
+        return f"{file.name} ({size:,} bytes) is not a complete safetensors file; {_AGAIN}"
     if size != expected:
         return f"{file.name} has {size:,} bytes, its header promises {expected:,}; {_AGAIN}"
     return None

@@ -117,7 +117,9 @@ class LoopChoice:
         try:
             return self.of_name(name)
         except ConfigError as error:
-            raise DataError(f"row {prompt.ordinal} asks for an agent that cannot be had: {error}") from error
+            raise DataError(
+                f"row {prompt.ordinal} asks for an agent that is not available: {error}"
+            ) from error
 
     def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]] | None:
         """The tools that the row's loop shows to the student; None: the row's own `tools` column is used."""

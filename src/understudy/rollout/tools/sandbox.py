@@ -104,7 +104,7 @@ class Sandbox:
             if cut_off:
                 text += "\n… (cut off)"
             elif exit_code and not text:
-                text = f"the code ended with exit code {exit_code} and said nothing"
+                text = f"the code ended with exit code {exit_code} and printed nothing"
             outcome = ToolOutcome.ERROR if exit_code and not cut_off else ToolOutcome.OK
         return ToolResult(outcome, text, time.perf_counter() - start)
 

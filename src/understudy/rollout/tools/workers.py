@@ -74,7 +74,7 @@ class FunctionWorkers:
             await end_child(self._sandbox, child)
             raise
         await end_child(self._sandbox, child)
-        problem = output.decode(errors="replace").strip() or "it said nothing"
+        problem = output.decode(errors="replace").strip() or "it printed nothing"
         raise ConfigError(f'the tool "{self._function}" cannot be started: {problem}')
 
     async def _ask(self, child: ToolChild, arguments: Mapping[str, Any]) -> dict[str, Any] | None:

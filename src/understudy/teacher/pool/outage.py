@@ -53,7 +53,7 @@ class Outage:
         if self._began is None:
             return 0.0
         seconds, self._began = self._clock.now() - self._began, None
-        self._supervisor.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
+        self._supervisor.tell(EventKind.RESUMED, None, f"scoring continues after {seconds:.1f} s")
         return seconds
 
     def _report(self, what: str) -> None:

@@ -116,8 +116,8 @@ def test_plan_simulates_and_recommends(
         (["--prompt-tokens=-1"], "--prompt-tokens -1: expected 0 or more"),
         (["--gpus", "4"], "--simulate shares out --devices"),
         (["--decode-cached", "3e-8"], "--decode-cached without --decode"),
-        (["no/such/run"], "no/such/run is no run directory"),
-        (["--also", "no/such/run"], "no/such/run is no run directory"),
+        (["no/such/run"], "no/such/run is not a run directory"),
+        (["--also", "no/such/run"], "no/such/run is not a run directory"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(

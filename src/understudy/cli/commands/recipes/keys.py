@@ -46,6 +46,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "(needed)"
+        return "(required)"
     value: Any = field.default
     return "(not set)" if value is None else json.dumps(value).replace("[", r"\[")
