@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from understudy.cluster.fork_server_process import LARGEST, MODULES
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 
 _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
@@ -77,7 +77,7 @@ class ForkServer:
         self._ready = False
         self._ended = False
         self._codes: dict[int, int] = {}
-        only_here(self, ForkServer._let_go)
+        close_in_forks(self, ForkServer._let_go)
 
     @property
     def over(self) -> bool:

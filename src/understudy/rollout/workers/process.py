@@ -28,7 +28,7 @@ from understudy.media.pictures import usable_hashes
 from understudy.media.processor import PictureProcessor, PictureReader
 from understudy.media.store import MediaStore
 from understudy.observability.faults import point
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 from understudy.rollout.agents.agent import LoopContext, checked_outputs
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
@@ -193,7 +193,7 @@ async def _pipes() -> Channel:
     os.dup2(2, 1)
     # The run detects our death by EOF on this pipe, so a fork must not hold it. In a fork it is redirected to
     # /dev/null: if it were closed, another file could get its number.
-    only_here(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
+    close_in_forks(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
     reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
