@@ -1,6 +1,6 @@
 """A rollout worker process: runs many agent loops at once and asks the run for every generation.
 
-Started by `workers.py` as `python -m understudy.rollout.workers.process`; talks on stdin and stdout
+Started by `PipeWorker` (`connections.py`) as `python -m understudy.rollout.workers.process`; talks on stdin and stdout
 (`workers/messages.py`) and ends when stdin closes, so it never outlives its run. Loops may print as they
 like: their output goes to stderr. On another machine it is started with `--call HOST:PORT`, where the run
 listens, and ends with that connection.
@@ -40,6 +40,7 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
 _LIMIT = 1 << 24
+"""Bytes of a message that the reader buffers."""
 
 
 class RowHandler(Protocol):
