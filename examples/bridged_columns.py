@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, bridging
 from understudy.losses.advantages import grpo
 from understudy.types.batch import BatchMeta
 
@@ -45,7 +45,7 @@ async def main(folder: Path) -> dict[str, Any]:
 
     batch = BatchMeta("train", tuple(rewards), extra={"groups": ["a", "a", "b", "b"]})
     functions = Advantages()
-    with serving(plane):
+    with bridging(plane):
         batch = await functions.advantages(data=batch)
         batch = await functions.confidence(batch)
         nothing = await functions.advantages(BatchMeta("train", ()))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from understudy.cluster.fork_server_process import LARGEST, MODULES
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 
 _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
@@ -43,10 +43,10 @@ loop."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _POLL_SECONDS = 0.01
 _END_SECONDS = 1.0
-_LAST_WORD_SECONDS = 3.0
+_REPORT_SECONDS_IF_STOPPED = 3.0
 """How long after a child's death a stopped fork server may take to report its exit code."""
-_BUSY_SECONDS = 60.0
-"""The same for one that runs. On a busy machine it may get no time for seconds."""
+_REPORT_SECONDS = 60.0
+"""The same for one that runs. On a busy machine it may get no CPU for seconds."""
 
 
 class ChildProcess(Protocol):
@@ -77,7 +77,7 @@ class ForkServer:
         self._ready = False
         self._ended = False
         self._codes: dict[int, int] = {}
-        only_here(self, ForkServer._let_go)
+        close_in_forks(self, ForkServer._let_go)
 
     @property
     def over(self) -> bool:
@@ -133,8 +133,8 @@ class ForkServer:
             elif not _lives(child.pid):
                 child.dead_since = child.dead_since or time.monotonic()
                 waited = time.monotonic() - child.dead_since
-                patience = _LAST_WORD_SECONDS if _state(self._process.pid) in "TtZX" else _BUSY_SECONDS
-                if self._ended or waited > patience:
+                most = _REPORT_SECONDS_IF_STOPPED if _state(self._process.pid) in "TtZX" else _REPORT_SECONDS
+                if self._ended or waited > most:
                     return -signal.SIGKILL  # the fork server cannot report it any more
             return code
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from understudy.cluster import fork_server
 from understudy.errors import ChildDied, ClusterError
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -84,7 +84,7 @@ class LocalProcesses:
         self._children: dict[str, Child] = {}
         self._pipe_read, self._pipe_write = os.pipe()
         os.set_inheritable(self._pipe_read, True)
-        only_here(self, LocalProcesses._close_pipe)
+        close_in_forks(self, LocalProcesses._close_pipe)
 
     @property
     def children(self) -> Mapping[str, Child]:

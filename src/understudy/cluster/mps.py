@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 from understudy.observability.owned_folder import OwnedFolder, remove_abandoned
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -48,7 +48,7 @@ class _Service:
 
     def __init__(self, folder: OwnedFolder, keeper: subprocess.Popen[bytes]) -> None:
         self.folder, self.keeper = folder, keeper
-        only_here(self, _Service.let_go)
+        close_in_forks(self, _Service.let_go)
 
     def let_go(self) -> None:
         assert self.keeper.stdin is not None

@@ -147,15 +147,15 @@ def audit(path: Path) -> AuditReport:
 
 def _audit(connection: sqlite3.Connection) -> AuditReport:
     report = AuditReport()
-    flying = Counter(connection.execute("SELECT partition, key FROM rows WHERE trained IS NULL"))
-    report.in_flight = sum(flying.values())
+    in_flight = Counter(connection.execute("SELECT partition, key FROM rows WHERE trained IS NULL"))
+    report.in_flight = sum(in_flight.values())
     for partition, key, issued, trained, dead, evicted in connection.execute(_NET):
-        flights = flying.pop((partition, key), 0)
+        in_flight_here = in_flight.pop((partition, key), 0)
         report.issued += issued
         report.trained += trained
         report.dead += dead
         report.evicted += evicted
-        places = trained + dead + evicted + flights
+        places = trained + dead + evicted + in_flight_here
         name = f"{partition}/{key}"
         if issued == 0 and places > 0:
             report.unknown.append(name)
@@ -163,7 +163,7 @@ def _audit(connection: sqlite3.Connection) -> AuditReport:
             report.twice.append(name)
         if issued > 0 and places == 0:
             report.lost.append(name)
-    report.unknown += [f"{partition}/{key}" for partition, key in flying]
+    report.unknown += [f"{partition}/{key}" for partition, key in in_flight]
     report.per_step = dict(connection.execute(_STEPS).fetchall())
     reasons = Counter(json.loads(detail)["reason"] for detail, _ in connection.execute(_REASONS))
     report.reasons = dict(reasons.most_common())

@@ -9,7 +9,7 @@ little more than the matrix products, and a prompt pass
   - runs the last layer's attention and feed-forward only at positions that predict the next token.
 
 Results equal those of transformers' code up to the rounding of products of another shape. For any other model
-(adapters, hooks, windows, other attention) `lean_forward` returns None, and the caller uses transformers'
+(adapters, hooks, windows, other attention) `cpu_forward` returns None, and the caller uses transformers'
 code.
 
 Legend: B rows, L longest prompt, U nodes of the prompts' tree, R rows or nodes, T columns in use, F features,
@@ -36,7 +36,7 @@ FLIPPED_UP_TO = 1 << 18
 """Largest weight, in elements, that is kept as a transposed copy for a batch. On ARM, torch hands a product
 with a transposed weight to oneDNN, which costs 0.1 ms per call. Small products do not gain that back. Large
 ones do, and are not copied."""
-STEADY_TURNS = {"default", "linear", "llama3", "yarn"}
+FIXED_ROTARY_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary types whose angle at a position does not depend on the row's length."""
 
 
@@ -147,8 +147,9 @@ class _Rows:
         return mixed_BQLD.transpose(1, 2).reshape(len(self.nodes_N), -1)
 
 
-class LeanForward:
-    """One model's weights for one batch: by reference, except for transposed copies of small ones."""
+class CpuForward:
+    """One model's weights as the forward reads them: by reference, except for transposed copies of small ones. It is made
+    again when the weights change or a row may get longer than `longest`."""
 
     def __init__(self, model: Any, longest: int) -> None:
         """`longest`: the most tokens that any row may reach."""
@@ -160,22 +161,24 @@ class LeanForward:
         cosine_1TD, sine_1TD = body.rotary_emb(self._embedding, torch.arange(longest)[None])
         sine_TD = sine_1TD[0].clone()
         sine_TD[:, : self._size // 2].neg_()
-        self._turns = _Rotations(cosine_1TD[0], sine_TD)
+        self._rotations = _Rotations(cosine_1TD[0], sine_TD)
 
     def prompts(
-        self, tree: PrefixTree, lengths_B: np.ndarray, hidden_BT: Tensor | None, cache: Cache
+        self, tree: PrefixTree, lengths_B: np.ndarray, additive_mask_BT: Tensor | None, cache: Cache
     ) -> Tensor:
         """Logits [B, V] after the rows of `tree`; writes their keys and values into `cache`, right-aligned.
 
-        `hidden_BT` masks the padding of its columns (see `step`).
+        `additive_mask_BT` masks the padding of its columns (see `step`).
         """
-        rows, turns = _Rows.of(tree, self._size), self._turns.at(torch.from_numpy(tree.positions_U))
+        rows, rotations = _Rows.of(tree, self._size), self._rotations.at(torch.from_numpy(tree.positions_U))
         aligned = (
-            rows if hidden_BT is None else replace(rows, nodes_N=_right_aligned(tree.nodes_BL, lengths_B))
+            rows
+            if additive_mask_BT is None
+            else replace(rows, nodes_N=_right_aligned(tree.nodes_BL, lengths_B))
         )
         states_UF = embedding(torch.from_numpy(tree.tokens_U), self._embedding)
         for layer, kept in zip(self._layers[:-1], cache.layers, strict=False):
-            query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), turns)
+            query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), rotations)
             keys, values = kept.update(aligned.spread(key_UHD), aligned.spread(value_UHD))
             if aligned is not rows:
                 keys, values = rows.spread(key_UHD), rows.spread(value_UHD)
@@ -183,50 +186,56 @@ class LeanForward:
             states_UF = layer.feed_forward(states_UF + layer.mixed(mixed_UF))
         layer, kept = self._layers[-1], cache.layers[-1]
         last_B = torch.from_numpy(tree.nodes_BL[np.arange(len(lengths_B)), lengths_B - 1])
-        query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), turns)
+        query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), rotations)
         keys, values = kept.update(aligned.spread(key_UHD), aligned.spread(value_UHD))
-        mixed_BF = _attend(query_UQD.index_select(0, last_B), keys, values, hidden_BT, layer.scale)
+        mixed_BF = _attend(query_UQD.index_select(0, last_B), keys, values, additive_mask_BT, layer.scale)
         return self._logits(layer.feed_forward(states_UF.index_select(0, last_B) + layer.mixed(mixed_BF)))
 
     def states(self, tree: PrefixTree, nodes_P: Tensor) -> Tensor:
         """[P, F]: final states of these nodes, without a cache; the last feed-forward runs for them only."""
-        rows, turns = _Rows.of(tree, self._size), self._turns.at(torch.from_numpy(tree.positions_U))
+        rows, rotations = _Rows.of(tree, self._size), self._rotations.at(torch.from_numpy(tree.positions_U))
         states_UF = embedding(torch.from_numpy(tree.tokens_U), self._embedding)
         for layer in self._layers[:-1]:
-            mixed_UF = self._mixed(layer, states_UF, turns, rows).index_select(0, rows.places_U)
+            mixed_UF = self._mixed(layer, states_UF, rotations, rows).index_select(0, rows.places_U)
             states_UF = layer.feed_forward(states_UF + layer.mixed(mixed_UF))
         layer = self._layers[-1]
-        mixed_PF = self._mixed(layer, states_UF, turns, rows).index_select(0, rows.places_U[nodes_P])
+        mixed_PF = self._mixed(layer, states_UF, rotations, rows).index_select(0, rows.places_U[nodes_P])
         return self._norm(layer.feed_forward(states_UF.index_select(0, nodes_P) + layer.mixed(mixed_PF)))
 
-    def _mixed(self, layer: _Layer, states_UF: Tensor, turns: _Rotations, rows: _Rows) -> Tensor:
+    def _mixed(self, layer: _Layer, states_UF: Tensor, rotations: _Rotations, rows: _Rows) -> Tensor:
         """[B · L, Q · D]: a layer's attention over whole rows."""
-        query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), turns)
+        query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), rotations)
         return rows.attend(query_UQD, rows.spread(key_UHD), rows.spread(value_UHD), layer.scale)
 
-    def step(self, tokens_B: Tensor, positions_B: Tensor, hidden_BT: Tensor | None, cache: Cache) -> Tensor:
+    def step(
+        self, tokens_B: Tensor, positions_B: Tensor, additive_mask_BT: Tensor | None, cache: Cache
+    ) -> Tensor:
         """Logits [B, V] after one more token on every row.
 
-        `hidden_BT` is added to the attention scores: −inf for padding, 0 otherwise; None if no row has
+        `additive_mask_BT` is added to the attention scores: −inf for padding, 0 otherwise; None if no row has
         padding.
         """
-        turns = self._turns.at(positions_B)
+        rotations = self._rotations.at(positions_B)
         states_BF = embedding(tokens_B, self._embedding)
         for layer, kept in zip(self._layers, cache.layers, strict=True):
-            query_BQD, key_BHD, value_BHD = self._heads(layer, layer.entry_norm(states_BF), turns)
+            query_BQD, key_BHD, value_BHD = self._heads(layer, layer.entry_norm(states_BF), rotations)
             keys, values = kept.update(key_BHD[:, :, None], value_BHD[:, :, None])
-            mixed_BF = _attend(query_BQD, keys, values, hidden_BT, layer.scale)
+            mixed_BF = _attend(query_BQD, keys, values, additive_mask_BT, layer.scale)
             states_BF = layer.feed_forward(states_BF + layer.mixed(mixed_BF))
         return self._logits(states_BF)
 
-    def _heads(self, layer: _Layer, normed_RF: Tensor, turns: _Rotations) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, layer: _Layer, normed_RF: Tensor, rotations: _Rotations
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [R, Q, D], keys and values [R, H, D]; queries and keys are normed and rotated together."""
         rows, size = normed_RF.shape[0], self._size
         query_RF, key_RF = layer.query(normed_RF), layer.key(normed_RF)
         both_RXD = torch.cat((query_RF, key_RF), -1).view(rows, -1, size)
         if layer.head_norm is not None:
             both_RXD = layer.head_norm(both_RXD)
-        query_RQD, key_RHD = turns(both_RXD).split((query_RF.shape[1] // size, key_RF.shape[1] // size), 1)
+        query_RQD, key_RHD = rotations(both_RXD).split(
+            (query_RF.shape[1] // size, key_RF.shape[1] // size), 1
+        )
         return query_RQD, key_RHD, layer.value(normed_RF).view(rows, -1, size)
 
     def _logits(self, states_BF: Tensor) -> Tensor:
@@ -234,7 +243,7 @@ class LeanForward:
 
 
 def _attend(
-    query_BQD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, hidden_BT: Tensor | None, scale: float
+    query_BQD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, additive_mask_BT: Tensor | None, scale: float
 ) -> Tensor:
     """Attention of one query per head and row; queries of one key head are laid out as query positions."""
     rows, _, size = query_BQD.shape
@@ -242,7 +251,7 @@ def _attend(
         query_BQD.view(rows, keys_BHTD.shape[1], -1, size),
         keys_BHTD,
         values_BHTD,
-        attn_mask=None if hidden_BT is None else hidden_BT[:, None, None, : keys_BHTD.shape[2]],
+        attn_mask=None if additive_mask_BT is None else additive_mask_BT[:, None, None, : keys_BHTD.shape[2]],
         scale=scale,
     )
     return mixed_BHGD.reshape(rows, -1)
@@ -255,9 +264,9 @@ def _right_aligned(nodes_BL: np.ndarray, lengths_B: np.ndarray) -> Tensor:
     return torch.from_numpy(np.take_along_axis(nodes_BL, columns_BL, axis=1).ravel())
 
 
-def lean_forward(model: Any, longest: int) -> LeanForward | None:
+def cpu_forward(model: Any, longest: int) -> CpuForward | None:
     """A fast forward for `model`; None if it is not exactly a model known here."""
-    return LeanForward(model, longest) if _known(model) else None
+    return CpuForward(model, longest) if _known(model) else None
 
 
 def _known(model: Any) -> bool:
@@ -265,8 +274,8 @@ def _known(model: Any) -> bool:
         return False
     config = model.config
     plain = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    turns = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if not plain or turns not in STEADY_TURNS or config._attn_implementation != "sdpa":
+    rotary_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if not plain or rotary_type not in FIXED_ROTARY_TYPES or config._attn_implementation != "sdpa":
         return False
     return all(_untouched(module) for module in model.modules())
 

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-Thing = TypeVar("Thing")
-_OURS: WeakKeyDictionary[object, Callable[[object], object]] = WeakKeyDictionary()
+Owner = TypeVar("Owner")
+_CLOSERS: WeakKeyDictionary[object, Callable[[object], object]] = WeakKeyDictionary()
 
 
-def only_here(thing: Thing, let_go: Callable[[Thing], object]) -> None:
-    """Calls `let_go(thing)` in every fork of this process. Programs started with exec inherit none of our
+def close_in_forks(owner: Owner, close: Callable[[Owner], object]) -> None:
+    """Calls `close(owner)` in every fork of this process. Programs started with exec inherit none of our
     files anyway."""
-    _OURS[thing] = let_go  # type: ignore[assignment]
+    _CLOSERS[owner] = close  # type: ignore[assignment]
 
 
-def _let_go_of_all() -> None:
-    for thing, let_go in list(_OURS.items()):
-        let_go(thing)
-    _OURS.clear()
+def _close_all() -> None:
+    for owner, close in list(_CLOSERS.items()):
+        close(owner)
+    _CLOSERS.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_of_all)
+os.register_at_fork(after_in_child=_close_all)

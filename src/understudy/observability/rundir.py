@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from understudy.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 from understudy.observability.redact import HIDDEN, hidden_values, redact, restore
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -253,7 +253,7 @@ class RunDir:
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
-        only_here(handle, lambda file: file.close())
+        close_in_forks(handle, lambda file: file.close())
         self._sweep()
         return handle
 

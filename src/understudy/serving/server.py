@@ -135,7 +135,7 @@ async def serve(
     await serving
 
 
-class _Guest(uvicorn.Server):
+class _EmbeddedServer(uvicorn.Server):
     """A server in a process that has other work and its own signal handlers."""
 
     should_exit: bool
@@ -148,7 +148,7 @@ class _Guest(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving_here(app: ASGIApp, sock: socket.socket) -> AsyncIterator[str]:
     """Serves on the running event loop, beside the process's other work. Yields the url."""
-    server = _Guest(_config(app, keep_alive=3600, patience=1))
+    server = _EmbeddedServer(_config(app, keep_alive=3600, grace_s=1))
     serving = await _started(server, sock)
     if serving.done():
         await serving
@@ -159,8 +159,8 @@ async def serving_here(app: ASGIApp, sock: socket.socket) -> AsyncIterator[str]:
         await serving
 
 
-def _config(app: ASGIApp, keep_alive: int, patience: int | None) -> uvicorn.Config:
-    """`patience`: seconds that requests in flight may take after a stop."""
+def _config(app: ASGIApp, keep_alive: int, grace_s: int | None) -> uvicorn.Config:
+    """`grace_s`: seconds that requests in flight may take after a stop."""
     _Connection.limit = _connection_limit()
     return uvicorn.Config(
         app,
@@ -171,7 +171,7 @@ def _config(app: ASGIApp, keep_alive: int, patience: int | None) -> uvicorn.Conf
         access_log=False,
         lifespan="off",
         timeout_keep_alive=keep_alive,
-        timeout_graceful_shutdown=patience,
+        timeout_graceful_shutdown=grace_s,
     )
 
 

@@ -55,11 +55,11 @@ async def partial_scores_of(item: ScoreItem, shares: Mapping[str, float], ask: A
     names = heaviest_first(shares)
     found = [await (await ask(name, item)).fetch() for name in names]
     if item.signal is Signal.TOPK and len(names) > 1:
-        rest = []
+        cross = []
         for own, name in enumerate(names):
             answer = await ask(name, at_others_ids(item, own, [_candidates(scores)[0] for scores in found]))
-            rest.append(_candidates(await answer.fetch())[1])
-        found = [at_all_ids(own, found, rest[own]) for own in range(len(names))]
+            cross.append(_candidates(await answer.fetch())[1])
+        found = [at_all_ids(own, found, cross[own]) for own in range(len(names))]
     return [PartialScores(shares[name], scores) for name, scores in zip(names, found, strict=True)]
 
 
@@ -78,9 +78,11 @@ def at_all_ids(own: int, best: Sequence[TeacherScores], others_PC: np.ndarray) -
     """One teacher's scores at all C ids: its own K best, then its cross scores `others_PC`, in teacher
     order."""
     ids_PK = [_candidates(scores)[0] for scores in best]
-    rest = np.split(others_PC, len(best) - 1, axis=1)
-    rest.insert(own, _candidates(best[own])[1])
-    return replace(best[own], ids=np.concatenate(ids_PK, axis=1), logprobs=np.concatenate(rest, axis=1))
+    logprobs_PK = np.split(others_PC, len(best) - 1, axis=1)
+    logprobs_PK.insert(own, _candidates(best[own])[1])
+    return replace(
+        best[own], ids=np.concatenate(ids_PK, axis=1), logprobs=np.concatenate(logprobs_PK, axis=1)
+    )
 
 
 def mix(partials: Sequence[PartialScores], item: ScoreItem) -> TeacherScores:

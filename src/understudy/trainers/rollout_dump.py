@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from understudy.dataplane.base import Lease
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, bridging
 from understudy.observability.rundir import write_atomically
 from understudy.trainers.row_columns import MEDIA, ORIGIN, SCORED
 
@@ -89,7 +89,7 @@ async def dump_rollouts(producer: Producer, lease: Lease, step: int) -> None:
     if producer.renderer.pictures is not None:
         names = (*names, MEDIA)
     try:
-        with serving(producer.state.plane):
+        with bridging(producer.state.plane):
             lines = await RolloutDump(producer.renderer.tokenizer).lines(
                 lease.meta.keys, lease.meta.but(fields=names)
             )

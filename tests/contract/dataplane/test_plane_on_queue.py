@@ -15,7 +15,7 @@ import torch
 from plane_rig import ROOMY, keys
 
 from understudy.dataplane.base import Order
-from understudy.dataplane.transfer_queue.bridge import bridged, serving
+from understudy.dataplane.transfer_queue.bridge import bridged, bridging
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
@@ -126,7 +126,7 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
         assert [r.numpy().tobytes() for r in table["topk"].unbind()] == [
             BITS[: 100 + number].tobytes() for number in range(3)
         ]
-        with serving(plane):
+        with bridging(plane):
             counted = await count(theirs)
             assert isinstance(counted, transfer_queue.KVBatchMeta) and counted.fields[-1] == "length"
             columnar = await plane.columnar(lease.meta)
@@ -143,7 +143,7 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
         assert columns == {
             "length": [200, 201, 202], "twice": [400, 402, 404], "scaled": [601, 604, 607],
         }  # fmt: skip
-        with pytest.raises(DataPlaneError, match="names no rows"), serving(plane):
+        with pytest.raises(DataPlaneError, match="names no rows"), bridging(plane):
             await count(transfer_queue.KVBatchMeta(keys=["a"], tags=[{}]))
 
     run(tmp_path, body)

@@ -159,7 +159,7 @@ def test_the_end_of_a_child_is_seen_although_its_fork_server_stands_still(
     tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise `close` would wait for an answer that never comes."""
-    monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.3)
+    monkeypatch.setattr(fork_server, "_REPORT_SECONDS_IF_STOPPED", 0.3)
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
@@ -178,7 +178,7 @@ def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
     own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After three seconds without time on a busy machine, an exit code of 2 was told as a SIGKILL."""
-    monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(fork_server, "_REPORT_SECONDS_IF_STOPPED", 0.0)
     monkeypatch.setattr(own, "_receive", lambda: None)  # it has said nothing yet
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -192,7 +192,7 @@ def test_a_child_with_the_number_of_an_earlier_one_is_given_its_own_time(
     own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that had ended with 0 was told as killed: a child an hour before it had the same pid."""
-    monkeypatch.setattr(fork_server, "_BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(fork_server, "_REPORT_SECONDS", 0.3)
     monkeypatch.setattr(own, "_receive", lambda: None)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, bridging
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
@@ -59,7 +59,7 @@ def test_with_columns_it_is_the_plain_function() -> None:
 def test_with_a_meta_columns_are_fetched_and_written_back(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta = BatchMeta("train", KEYS, ("tokens",))
-        with serving(plane):
+        with bridging(plane):
             counted = await count(meta, scale=10)
             assert counted == BatchMeta("train", KEYS, ("tokens", "length", "doubled", "half"))
             assert await total(meta) == 0 + 1 + 0 + 1 + 2
@@ -81,7 +81,7 @@ def test_sync_bodies_leave_the_event_loop_free(tmp_path: Path) -> None:
             assert ticked.wait(5), "the loop did not run meanwhile"
             return {}
 
-        with serving(plane):
+        with bridging(plane):
             work = asyncio.ensure_future(slow(BatchMeta("train", KEYS)))
             await asyncio.sleep(0.01)
             ticked.set()
@@ -92,7 +92,7 @@ def test_sync_bodies_leave_the_event_loop_free(tmp_path: Path) -> None:
 
 def test_from_a_thread_it_blocks_until_done(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
-        with serving(plane):
+        with bridging(plane):
             counted = await asyncio.to_thread(count, BatchMeta("train", KEYS))
             assert isinstance(counted, BatchMeta)
         assert (await plane.get(counted, ("length",)))["length"] == [2, 3]
@@ -103,7 +103,7 @@ def test_from_a_thread_it_blocks_until_done(tmp_path: Path) -> None:
 def test_a_lease_fences_the_write(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         lease = await plane.claim("train", 2)
-        with serving(plane):
+        with bridging(plane):
             assert "length" in (await count(lease)).fields
             await plane.release(lease)
             with pytest.raises(LeaseLost):
@@ -145,7 +145,7 @@ def test_methods_and_metas_in_any_argument(tmp_path: Path) -> None:
             assert given == meta.but(fields=("tokens", "length"))
             return (await plane.get(given, ("length",)))["length"]
 
-        with serving(plane):
+        with bridging(plane):
             assert await lengths(await meter.measure(meta)) == [20, 30]
             assert await lengths(await meter.measure(data=meta, plus=1)) == [21, 31]
             assert await lengths(await Meter.measure(Meter(2), meta, 1)) == [5, 7]
@@ -179,7 +179,7 @@ async def extras_of(columns: ColumnDict, *, extra: dict[str, Any]) -> Any:
 def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_answer(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta = BatchMeta("train", KEYS, ("tokens",), extra={"factor": 7})
-        with serving(plane):
+        with bridging(plane):
             answer = await scaled(meta)
             assert answer.extra == {"factor": 7}
             assert (await plane.get(answer, ("length",)))["length"] == [14, 21]
@@ -194,7 +194,7 @@ def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_ans
 def test_a_meta_of_no_rows_gives_empty_columns(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         nothing = BatchMeta("train", (), ("tokens",))
-        with serving(plane):
+        with bridging(plane):
             assert await count(nothing) == nothing.but(fields=("tokens", "length", "doubled", "half"))
             assert await total(nothing) == 0
             assert await after(2, BatchMeta("train", ())) == BatchMeta("train", (), ("length",))
@@ -211,7 +211,7 @@ def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -
         theirs = queue.KVBatchMeta(
             keys=list(KEYS), tags=[{}, {}], partition_id="train", fields=["tokens"], extra_info={"factor": 3}
         )
-        with serving(plane):
+        with bridging(plane):
             answer = await Meter(10).measure(data=theirs)
             assert isinstance(answer, queue.KVBatchMeta) and answer.fields == ["tokens", "length"]
             assert answer.extra_info == {"factor": 3} and await extras_of(theirs) == [("factor", 3)]
@@ -225,9 +225,9 @@ def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -
 
 def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
     meta = BatchMeta("train", KEYS)
-    with pytest.raises(DataPlaneError, match="serving"):
+    with pytest.raises(DataPlaneError, match="bridging"):
         count(meta)
-    with pytest.raises(DataPlaneError, match="serving"):
+    with pytest.raises(DataPlaneError, match="bridging"):
         Meter(1).measure(data=meta)
     with pytest.raises(TypeError, match=r"write @bridged\(\)"):
         bridged(count)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
         return {"x": 3}
 
     async def body(plane: EmbeddedDataPlane) -> None:
-        with serving(plane):
+        with bridging(plane):
             with pytest.raises(DataPlaneError, match="'x' has 1 rows for 2 keys"):
                 await short(meta)
             with pytest.raises(DataPlaneError, match="int holds no rows"):

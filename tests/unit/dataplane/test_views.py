@@ -20,7 +20,7 @@ def opened(folder: Path) -> EmbeddedDataPlane:
 
 
 def home_of(plane: EmbeddedDataPlane) -> Partition:
-    return plane._store.partition(HOME)
+    return plane._store.partitions[HOME]
 
 
 def built_now(home: Partition, spec: ViewSpec) -> View:

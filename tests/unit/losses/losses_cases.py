@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import understudy.losses.divergences
 from understudy.losses.objective import Objective
 from understudy.losses.plain import head_logits
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, StudentLogits, TeacherHead
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture")
+DIVERGENCES = tuple(understudy.losses.divergences.DIVERGENCES)
 
 
 @dataclass

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 from losses_cases import DIVERGENCES, make_case
 
+from understudy.config.checks.objective import DIVERGENCES as KNOWN_TO_CONFIG
+from understudy.config.loss import LossKind
 from understudy.errors import LossInputError
-from understudy.losses.describe import describe_objective
+from understudy.losses.describe import (
+    DIVERGENCE_FORMULAS,
+    ESTIMATOR_ALIASES,
+    ESTIMATOR_FORMULAS,
+    describe_objective,
+)
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import BatchTotals, token_weights
 from understudy.types.loss import LossInputs, StudentHead, StudentLogits, TeacherHead
@@ -176,3 +184,8 @@ def test_calls_that_lack_what_the_objective_needs() -> None:
     tempered = make_case(seed=1, teacher_temperature=0.7, dtype=torch.float32)
     with pytest.raises(LossInputError, match="temperature"):
         Objective("forward_kl")(tempered.student(torch.float32), tempered.inputs)
+
+
+def test_config_and_losses_know_the_same_kinds() -> None:
+    assert {*get_args(LossKind)} == {*DIVERGENCE_FORMULAS, *ESTIMATOR_FORMULAS, *ESTIMATOR_ALIASES}
+    assert {*KNOWN_TO_CONFIG} == DIVERGENCE_FORMULAS.keys()

@@ -35,9 +35,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(frozen: FrozenModel, layout: ScoringLayout = ScoringLayout.PADDED) -> ScoreReply:
-    """By transformers' own forward: the lean one for CPUs computes in another order, and no model with hooks takes it."""
+    """By transformers' own forward: the fast one for CPUs computes in another order, and no model with hooks takes it."""
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout, max_batch_tokens=64))
-    scorer.body.lean_forward = lambda longest: None  # type: ignore[method-assign]
+    scorer.body.cpu_forward = lambda longest: None  # type: ignore[method-assign]
     warm_up(scorer)
     items = [*random_items(6, 1, Signal.TOPK, 4), *random_items(3, 2, Signal.SAMPLED)]
     return scorer.score(request_of(items))

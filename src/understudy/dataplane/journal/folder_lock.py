@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from understudy.errors import DataPlaneError
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 
 
 class FolderLock:
@@ -27,7 +27,7 @@ class FolderLock:
             ) from None
         os.ftruncate(self._file, 0)
         os.write(self._file, f"{os.getpid()}\n".encode())
-        only_here(self, FolderLock.release)
+        close_in_forks(self, FolderLock.release)
 
     def release(self) -> None:
         if self._file >= 0:

@@ -36,14 +36,14 @@ class Intake:
     ) -> tuple[str, ...]:
         store = self._store
         given = checked_tags(tags)
-        new = _unknown(store.partition(partition), keys)
+        new = _unknown(store.partitions[partition], keys)
         if not new:
             return ()
         if reserved:
             store.admission.take(len(new))
         else:
             await store.admission.admit(len(new), 0)
-        part = store.partition(partition)
+        part = store.partitions[partition]
         still = _unknown(part, new)  # another call may have issued them while this one waited
         store.admission.leave(len(new) - len(still))
         store.touch(part, [store.issue(part, key, step, given.get(key), group) for key in still])
@@ -74,12 +74,12 @@ class Intake:
         """Check the lease and admit the new rows, waiting if necessary; returns the partition and how
         many."""
         store = self._store
-        part = store.partition(partition)
+        part = store.partitions[partition]
         room = self._check_writer(part, frames, lease)
         if not room or store.admission.enter_now(room, _size_of_new(part, frames)):
             return part, room
         await store.admission.admit(room, _size_of_new(part, frames))
-        part = store.partition(partition)
+        part = store.partitions[partition]
         try:
             self._check_writer(part, frames, lease)
         except LeaseLost:
@@ -155,7 +155,7 @@ class Intake:
     async def put_tags(self, partition: str, tags: Tags) -> None:
         store = self._store
         given = checked_tags(tags)
-        part = store.partition(partition)
+        part = store.partitions[partition]
         rows = [store.row(part, key) for key in given]
         for row in rows:
             store.tag(row, given[row.key])

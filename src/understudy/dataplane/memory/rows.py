@@ -33,6 +33,7 @@ class StoredRow(msgspec.Struct, eq=False):
     arrival: int = 0
     """Sequence number of its finish, so that a released row keeps its place in arrival order; 0 before."""
     packs: int = 0
+    """How many packs of its columns the journal has: one per write."""
     resident: int = 0
     """Bytes of its columns in memory."""
     group: Group | None = None

@@ -66,15 +66,12 @@ class Store:
         filters = {name: partition.filter for name, partition in self.partitions.items()}
         self.partitions = state.partitions
         for name, group_filter in filters.items():
-            self.partition(name).filter = group_filter
+            self.partitions[name].filter = group_filter
         self.last_step = state.last_step
         self._next_id = max(self._next_id, state.next_id)
         self._next_arrival = max(self._next_arrival, state.next_arrival)
         self.leases.void_all(state.epoch)
         self.dead_letters.rewrite(state.dead)
-
-    def partition(self, name: str) -> Partition:
-        return self.partitions[name]
 
     def row(self, part: Partition, key: str) -> StoredRow:
         row = part.rows.get(key)

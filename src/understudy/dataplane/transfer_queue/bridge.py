@@ -5,7 +5,7 @@
         return {"loss_tokens": [int(row.sum()) for row in columns["loss_mask"]]}
 
     count({"tokens": …, "loss_mask": …})        the plain function: nothing is fetched, nothing is written
-    with serving(plane):
+    with bridging(plane):
         await count(lease.meta)                  the columns are fetched here, `loss_tokens` is written to the plane,
                                                  and what comes back is the meta with one more field
 
@@ -77,22 +77,24 @@ class ColumnPlace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Serving:
+class _CurrentPlane:
+    """The plane that bridged functions use in this context, and the event loop on which it is called."""
+
     plane: ColumnPlace
     loop: asyncio.AbstractEventLoop
 
 
-_serving: ContextVar[_Serving | None] = ContextVar("understudy_data_plane", default=None)
+_current: ContextVar[_CurrentPlane | None] = ContextVar("understudy_data_plane", default=None)
 
 
 @contextmanager
-def serving(plane: ColumnPlace) -> Iterator[None]:
+def bridging(plane: ColumnPlace) -> Iterator[None]:
     """Bridged functions called in this context (also on threads of `asyncio.to_thread`) use this plane."""
-    token = _serving.set(_Serving(plane, asyncio.get_running_loop()))
+    token = _current.set(_CurrentPlane(plane, asyncio.get_running_loop()))
     try:
         yield
     finally:
-        _serving.reset(token)
+        _current.reset(token)
 
 
 def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -118,11 +120,11 @@ def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     f"{function.__name__} was called with the names of rows in {len(places)} arguments; one call works on one "
                     "batch: fetch the others with plane.get, or join rows of one partition with BatchMeta.concat"
                 )
-            here = _serving.get()
+            here = _current.get()
             if here is None:
                 raise DataPlaneError(
                     f"{function.__name__} was called with the names of rows, and no data plane is at hand: "
-                    "call it inside `with serving(plane):`, or with real columns"
+                    "call it inside `with bridging(plane):`, or with real columns"
                 )
             wants_extra = takes_extra and "extra" not in signature.bind_partial(*args, **kwargs).arguments
             invoke = _Invocation(function, args, kwargs, places[0], wants_extra)
@@ -246,7 +248,7 @@ async def answer_call(
 ) -> RemoteResult:
     """Executes a call in the remote process. Many may run concurrently."""
     columns = _RecordedColumns(writer, call.segment)
-    with serving(columns):
+    with bridging(columns):
         result = await function(call.meta, *args, **kwargs)
     return RemoteResult(result, tuple(columns.written))
 

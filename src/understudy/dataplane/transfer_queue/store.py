@@ -263,12 +263,12 @@ class QueueIntake(Intake):
     ) -> BatchMeta:
         """`put` of rows whose columns a remote process has written."""
         store, given = self._queue, checked_tags(tags)
-        part = store.partition(partition)
+        part = store.partitions[partition]
         try:
             room = self._check_writer(part, rows, lease)
             if room:
                 await store.admission.admit(room, 0)
-                part = store.partition(partition)
+                part = store.partitions[partition]
                 try:
                     self._check_writer(part, rows, lease)
                 except BaseException:

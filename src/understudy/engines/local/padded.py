@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from understudy.engines.local import kv_padded as kv
 from understudy.engines.local.rows import DecodingRow, DecodingRows, RowBatch
 from understudy.media.processor import PictureReader
-from understudy.nn.cpu_forward import lean_forward
+from understudy.nn.cpu_forward import cpu_forward
 from understudy.nn.prefix_tree import prefix_tree
 from understudy.nn.vision import is_vision, vision_rows
 from understudy.nn.vision_features import VisionFeatures
@@ -45,16 +45,20 @@ class PaddedBatch:
         most = self._mask_BT.shape[1]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.cache: Cache = kv.new_cache(layers, self._width, most)
-        self._use_lean_forward()
+        self._choose_forward()
         ids = [row.ids for row in decoding.rows]
-        self.logits_BV = self._read_plainly(ids, pad_id) if self._lean is None else self._read_lean(ids)
+        self.logits_BV = (
+            self._read_with_transformers(ids, pad_id)
+            if self._cpu_forward is None
+            else self._read_with_cpu_forward(ids)
+        )
 
-    def _read_lean(self, ids: list[np.ndarray]) -> Tensor:
-        assert self._lean is not None
+    def _read_with_cpu_forward(self, ids: list[np.ndarray]) -> Tensor:
+        assert self._cpu_forward is not None
         lengths_B = self._width - self._pad_B
-        return self._lean.prompts(prefix_tree(ids), lengths_B, self._additive_mask_BT, self.cache)
+        return self._cpu_forward.prompts(prefix_tree(ids), lengths_B, self._additive_mask_BT, self.cache)
 
-    def _read_plainly(self, ids: list[np.ndarray], pad_id: int) -> Tensor:
+    def _read_with_transformers(self, ids: list[np.ndarray], pad_id: int) -> Tensor:
         tokens_BT = np.full((len(ids), self._width), pad_id, dtype=np.int64)
         for i, row in enumerate(ids):
             tokens_BT[i, self._pad_B[i] :] = row
@@ -99,14 +103,14 @@ class PaddedBatch:
         next_B = np.array([len(row) + row.rope_delta for row in self.decoding.rows])
         self._position_B1 = torch.from_numpy(next_B[:, None]).to(self._device)
 
-    def _use_lean_forward(self) -> None:
-        self._lean = lean_forward(self._model, longest=self._mask_BT.shape[1])
+    def _choose_forward(self) -> None:
+        self._cpu_forward = cpu_forward(self._model, longest=self._mask_BT.shape[1])
         self._build_additive_mask()
 
     def _build_additive_mask(self) -> None:
         """0 where a token is, −inf in padding, for the CPU forward; None if no row has padding."""
         self._additive_mask_BT: Tensor | None = None
-        if self._lean is not None and self._pad_B.any():
+        if self._cpu_forward is not None and self._pad_B.any():
             zeros_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
             self._additive_mask_BT = zeros_BT.masked_fill_(~self._mask_BT, -torch.inf)
 
@@ -134,10 +138,10 @@ class PaddedBatch:
         if self.decoding.dropping_pays:
             self.release()
         self._width += 1
-        if self._lean is None:
+        if self._cpu_forward is None:
             self.logits_BV = self._forward(self.decoding.newest_B[:, None], self._position_B1)
         else:
-            self.logits_BV = self._lean.step(
+            self.logits_BV = self._cpu_forward.step(
                 self.decoding.newest_B, self._position_B1[:, 0], self._additive_mask_BT, self.cache
             )
         self._position_B1 = self._position_B1 + 1
@@ -157,7 +161,7 @@ class PaddedBatch:
 
     def continue_under(self, version: int) -> None:
         self.decoding.version = version
-        self._use_lean_forward()  # it keeps transposed copies of some weights
+        self._choose_forward()  # it keeps transposed copies of some weights
 
     def join(self, other: RowBatch) -> None:
         assert isinstance(other, PaddedBatch)
@@ -166,4 +170,4 @@ class PaddedBatch:
         self._lay_out()
         self.cache = kv.merge(self.cache, other.cache, most=self._mask_BT.shape[1])
         self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])
-        self._use_lean_forward()
+        self._choose_forward()

@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from understudy.losses.divergences import DivergenceParameters
+from understudy.losses.divergences import DIVERGENCES, DivergenceParameters
 from understudy.losses.fused.candidate_kernels import (
     candidate_gradient_kernel,
     candidate_loss_kernel,
@@ -48,6 +48,8 @@ SCALE_BLOCK = 8192
 SCALE_ROW_BLOCK = 1024
 """Launch settings, measured on an H200 (benchmarks/losses/losses.py --tune). A summary that reads its rows twice is
 faster with few rows in flight, so that the second reading finds part of the first in the cache."""
+
+assert KIND_CODES.keys() == {*DIVERGENCES, "nothing"}
 
 READ_ONCE = {KIND_CODES[kind] for kind in ("forward_kl", "reverse_kl", "mixture")}
 """Divergences whose summary needs no normaliser first."""

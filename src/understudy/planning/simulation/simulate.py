@@ -91,8 +91,8 @@ class _Simulation:
         self.lengths = np.asarray(work.lengths)[spread]
         self.step_seconds = [costs.decode(rows) for rows in range(work.max_batch + 1)]
         self.engines = [_Engine(i) for i in range(split.engines)]
-        everyone: list[tuple[float, int, Callable[[], None]]] = []
-        self.sides = tuple(_Side([] if split.capacity is not None else everyone) for _ in range(4))
+        one_heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.sides = tuple(_Side([] if split.capacity is not None else one_heap) for _ in range(4))
         self.rollout, self.host, self.teacher, self.trainer = self.sides
         self.queue: deque[int] = deque()
         self.to_score: deque[int] = deque()

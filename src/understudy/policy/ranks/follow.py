@@ -63,7 +63,8 @@ from understudy.types.loss import TeacherHead
 
 logger = logging.getLogger(__name__)
 
-_GLANCE_SECONDS = 0.2
+_POLL_SECONDS = 0.2
+"""How often the monitor is asked while a command is under way."""
 _GRACE_SECONDS = 5.0
 """Ranks that fail from the same cause do so within this time."""
 _NOTICE_SECONDS = 60.0
@@ -163,6 +164,9 @@ class LeadingPolicy:
             if self._heads.get(name) is not head:
                 self._send_head(name, head)
 
+        # Followers record their own rows' tokens, so they need the names. None left: no rank needs to record any.
+        watched = watch.left if watch is not None else []
+
         def call(batch: BatchRef) -> StepResult:
             return self.policy.update(
                 batch,
@@ -175,13 +179,16 @@ class LeadingPolicy:
                 watch=watch if watched else None,
             )
 
-        watched = watch.left if watch is not None else []
-        command = {"do": "update", "max_tokens": max_tokens_per_microbatch, "ends_step": ends_step}
-        command["watch"] = watched
+        command = {
+            "do": "update",
+            "max_tokens": max_tokens_per_microbatch,
+            "ends_step": ends_step,
+            "watch": watched,
+        }
         return self._on_batch(command, batch, call, weights=whole, old_logprobs=old_logprobs)
 
     def skip_step(self) -> None:
-        self._together({"do": "skip_step"}, self.policy.skip_step)
+        self._on_all_ranks({"do": "skip_step"}, self.policy.skip_step)
 
     def logprobs(
         self, batch: BatchRef, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
@@ -193,24 +200,24 @@ class LeadingPolicy:
 
     def open_rows(self, address: str) -> None:
         """Tells the followers where the rows of every later batch with names are."""
-        self._together({"do": "open_rows", "address": address}, lambda: None)
+        self._on_all_ranks({"do": "open_rows", "address": address}, lambda: None)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return self._together({"do": "named_weights"}, self.policy.named_weights)
+        return self._on_all_ranks({"do": "named_weights"}, self.policy.named_weights)
 
     def named_adapters(self) -> list[tuple[str, torch.Tensor]]:
-        return self._together({"do": "named_adapters"}, self.policy.named_adapters)
+        return self._on_all_ranks({"do": "named_adapters"}, self.policy.named_adapters)
 
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return self._together({"do": "averaged_weights"}, self.policy.averaged_weights)
+        return self._on_all_ranks({"do": "averaged_weights"}, self.policy.averaged_weights)
 
     def state(self) -> PolicyState:
-        return self._together({"do": "state"}, self.policy.state)
+        return self._on_all_ranks({"do": "state"}, self.policy.state)
 
     def load_state(self, state: PolicyState) -> None:
         """Sends a whole state to every rank; `load_checkpoint` avoids that traffic if the ranks share a file
         system."""
-        self._together(
+        self._on_all_ranks(
             {"do": "load_state", "progress": dict(state.progress)},
             lambda: self.policy.load_state(state),
             state.tensors(),
@@ -219,7 +226,7 @@ class LeadingPolicy:
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Followers read the checkpoint from disk; rank 0 has read it already."""
         root = str(checkpoint.path.resolve().parent)
-        self._together(
+        self._on_all_ranks(
             {"do": "load_checkpoint", "root": root, "step": checkpoint.step},
             lambda: self.policy.load_state(checkpoint.policy),
         )
@@ -247,7 +254,7 @@ class LeadingPolicy:
         """Sends a teacher's head once: it is by far the largest part of a command."""
         facts = {"softcap": head.softcap, "logit_scale": head.logit_scale, "temperature": head.temperature}
         tensors = {"weight_VH": head.weight_VH} | ({} if head.bias_V is None else {"bias_V": head.bias_V})
-        self._together({"do": "teacher_head", "name": name, "facts": facts}, lambda: None, tensors)
+        self._on_all_ranks({"do": "teacher_head", "name": name, "facts": facts}, lambda: None, tensors)
         self._heads[name] = head
 
     def _on_batch(
@@ -262,16 +269,16 @@ class LeadingPolicy:
         if batch.meta is not None:
             names, tensors = name_columns(batch, batch.meta, **others)
             try:
-                return self._together({**command, "names": names}, lambda: call(batch), tensors)
+                return self._on_all_ranks({**command, "names": names}, lambda: call(batch), tensors)
             except RowsUnreachable as error:
                 reason = str(error)
         here = batch.from_disk(reason)
         plain, tensors = batch_columns(here)
         for name, column in others.items():
             tensors |= jagged_columns(name, column)
-        return self._together({**command, "batch": plain}, lambda: call(here), tensors)
+        return self._on_all_ranks({**command, "batch": plain}, lambda: call(here), tensors)
 
-    def _together(
+    def _on_all_ranks(
         self,
         head: Mapping[str, Any],
         call: Callable[[], Result],
@@ -289,7 +296,7 @@ class LeadingPolicy:
             return call()
 
         future = self._thread.submit(job)
-        while not wait([future], timeout=_GLANCE_SECONDS).done:
+        while not wait([future], timeout=_POLL_SECONDS).done:
             trouble = self._trouble(number)
             if trouble is not None and not wait([future], timeout=_GRACE_SECONDS).done:
                 self._broken = trouble
@@ -323,6 +330,7 @@ class LeadingPolicy:
         monitor = self._monitor
         if monitor is None:
             return None
+        # `or None`: `_poll` looks again until it gets something else.
         alike = self._poll(lambda: len(monitor.refused(number)) == self._group.size - 1 or None)
         return (
             None
@@ -333,7 +341,7 @@ class LeadingPolicy:
     def _poll(self, look: Callable[[], Result | None], seconds: float = _GRACE_SECONDS) -> Result | None:
         deadline = time.monotonic() + seconds
         while (found := look()) is None and time.monotonic() < deadline and self._monitor is not None:
-            time.sleep(_GLANCE_SECONDS / 4)
+            time.sleep(_POLL_SECONDS / 4)
         return found
 
     def _trouble(self, number: int) -> Exception | None:

@@ -40,7 +40,7 @@ _TRIES = 3
 """Attempts per session; a prompt that crashes its worker each time fails with `WorkersLost`."""
 
 
-class _LeftOutError(Exception):
+class _UnavailableError(Exception):
     """The worker is in its backoff after a failed start, or is given up."""
 
 
@@ -143,7 +143,7 @@ class LoopWorkers:
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory | LostOutput]:
         with closing(WorkerSession(prompt, context)) as session:
-            return await self._tried(
+            return await self._with_retries(
                 row_key(prompt.key, context.session), lambda channel: channel.run(session)
             )
 
@@ -158,7 +158,7 @@ class LoopWorkers:
                     await channel.run_and_store(session, segment.number), segment, channel.life
                 )
 
-            return await self._tried(row_key(prompt.key, context.session), attempt)
+            return await self._with_retries(row_key(prompt.key, context.session), attempt)
 
     async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> WorkerReply:
         """Has a `RowHandler` do work, on the worker whose life is `prefer` if it is alive; repeated if the worker
@@ -168,14 +168,14 @@ class LoopWorkers:
             segment = self._segment(channel)
             return WorkerReply(await channel.request_work(name, body, segment.number), segment, channel.life)
 
-        return await self._tried(f"work request {name}", attempt, prefer)
+        return await self._with_retries(f"work request {name}", attempt, prefer)
 
     def _segment(self, channel: WorkerChannel) -> HeldSegment:
         if self._segments is None:
             raise ConfigError("these workers were started without a RowHandler")
         return self._segments.take(channel.life)
 
-    async def _tried(
+    async def _with_retries(
         self, what: str, attempt: Callable[[WorkerChannel], Awaitable[Result]], prefer: int | None = None
     ) -> Result:
         for _ in range(_TRIES):
@@ -186,14 +186,14 @@ class LoopWorkers:
                 logger.warning("%s; %s is begun again", error, what)
                 self._note(channel, str(error))
             except UnderstudyError:
-                self._did_something(channel)
+                self._count_as_useful(channel)
                 raise
             else:
-                self._did_something(channel)
+                self._count_as_useful(channel)
                 return result
         raise WorkersLost(f"{what}: its worker process died {_TRIES} times")
 
-    def _did_something(self, channel: WorkerChannel) -> None:
+    def _count_as_useful(self, channel: WorkerChannel) -> None:
         if channel in self._channels:
             self._restarts[self._channels.index(channel)].was_useful()
 
@@ -232,7 +232,7 @@ class LoopWorkers:
                 continue
             try:
                 return await self._channel(index)
-            except _LeftOutError:
+            except _UnavailableError:
                 continue
             except UnderstudyError as error:
                 pause = self._restarts[index].left_s()
@@ -256,7 +256,7 @@ class LoopWorkers:
                 return channel
             count = self._restarts[index]
             if count.left_s() > 0 or self._is_spent(index):
-                raise _LeftOutError
+                raise _UnavailableError
             if self._was_started(index):
                 count.restart()
                 times = f"{count.in_vain} of {count.limits.most}"

@@ -1,6 +1,6 @@
 """A rollout worker process: runs many agent loops at once and asks the run for every generation.
 
-Started by `workers.py` as `python -m understudy.rollout.workers.process`; talks on stdin and stdout
+Started by `PipeWorker` (`connections.py`) as `python -m understudy.rollout.workers.process`; talks on stdin and stdout
 (`workers/messages.py`) and ends when stdin closes, so it never outlives its run. Loops may print as they
 like: their output goes to stderr. On another machine it is started with `--call HOST:PORT`, where the run
 listens, and ends with that connection.
@@ -28,7 +28,7 @@ from understudy.media.pictures import usable_hashes
 from understudy.media.processor import PictureProcessor, PictureReader
 from understudy.media.store import MediaStore
 from understudy.observability.faults import point
-from understudy.observability.forks import only_here
+from understudy.observability.forks import close_in_forks
 from understudy.rollout.agents.agent import LoopContext, checked_outputs
 from understudy.rollout.agents.given import GivenAnswer
 from understudy.rollout.agents.registry import LoopChoice
@@ -40,6 +40,7 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
 _LIMIT = 1 << 24
+"""Bytes of a message that the reader buffers."""
 
 
 class RowHandler(Protocol):
@@ -193,7 +194,7 @@ async def _pipes() -> Channel:
     os.dup2(2, 1)
     # The run detects our death by EOF on this pipe, so a fork must not hold it. In a fork it is redirected to
     # /dev/null: if it were closed, another file could get its number.
-    only_here(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
+    close_in_forks(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
     reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

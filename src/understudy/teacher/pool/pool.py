@@ -249,7 +249,7 @@ class TeacherPool:
                 task.cancel()
 
     async def _done_within(self, tasks: set[asyncio.Task[_Outcome]], seconds: float) -> bool:
-        timer = asyncio.create_task(self._supervisor.wait(seconds))
+        timer = asyncio.create_task(self._clock.sleep(seconds))
         try:
             await asyncio.wait([*tasks, timer], return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from understudy.errors import ClusterError, TeacherError
 from understudy.observability.report import many
@@ -175,7 +176,7 @@ class ReplicaSupervisor:
         if replica.health.deserves_ejection and self._spare(replica):
             self._eject(replica)
         elif replica.health.state is State.SUSPECT and replica.probing is None:
-            replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
+            replica.probing = asyncio.create_task(self._probe_suspect(replica), name=f"probe-{replica.name}")
 
     @property
     def given_up_reason(self) -> str | None:
@@ -185,7 +186,10 @@ class ReplicaSupervisor:
 
     async def wait_for_change(self, most: float) -> None:
         """Return when a replica is admitted or given up, or after `most` seconds."""
-        waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self.wait(most))]
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._changed.wait()),
+            asyncio.create_task(self._clock.sleep(most)),
+        ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -194,10 +198,6 @@ class ReplicaSupervisor:
 
     def tell(self, kind: EventKind, replica: str | None, message: str) -> None:
         self._emit(PoolEvent(kind, self.teacher, replica, message, self._clock.now()))
-
-    async def wait(self, seconds: float) -> bool:
-        await self._clock.sleep(seconds)
-        return True
 
     def _add(self, spec: ReplicaSpec) -> Replica:
         if spec.name in self.replicas:
@@ -225,7 +225,7 @@ class ReplicaSupervisor:
         replica.health.eject(self._clock.now())
         self.tell(EventKind.EJECTED, replica.name, replica.health.last_reason)
 
-    async def _prove(self, replica: Replica) -> None:
+    async def _probe_suspect(self, replica: Replica) -> None:
         """Probe a suspect by scoring the fixed tokens; /health would prove nothing."""
         try:
             await self._probe(replica)
@@ -281,13 +281,13 @@ class ReplicaSupervisor:
                 due = replica.health.restart_due(self._clock.now()) and not replica.rests(self._clock.now())
                 if due and replica.restarting is None:
                     replica.restarting = asyncio.create_task(
-                        self._restart_lost(replica), name=f"revive-{replica.name}"
+                        self._revive(replica), name=f"revive-{replica.name}"
                     )
 
-    async def _restart_lost(self, replica: Replica) -> None:
+    async def _revive(self, replica: Replica) -> None:
         """Probe the replica if it still runs; restart it if it does not run or fails the probe."""
         try:
-            if await self._still_sound(replica):
+            if await self._passes_probe(replica):
                 self._readmit(replica, EventKind.READMITTED, "proved itself again")
             elif not replica.spec.external:
                 if replica.health.setbacks <= 1:
@@ -310,7 +310,7 @@ class ReplicaSupervisor:
         self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.health.last_reason}")
         self._notify()
 
-    async def _still_sound(self, replica: Replica) -> bool:
+    async def _passes_probe(self, replica: Replica) -> bool:
         if replica.client is None or not self._processes.alive(replica):
             return False
         replica.health.started()
@@ -342,6 +342,7 @@ class ReplicaSupervisor:
             self._notify()
 
     def _notify(self) -> None:
+        """Wakes the tasks that wait in `wait_for_change` now. Later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -106,7 +106,7 @@ def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
     if args.threads < 2 or args.world_size > 1 or args.compile:
         return 1
     small = sum(weight.numel() for weight in scorer.frozen.model.parameters()) <= SMALL
-    return args.threads if small and scorer.body.lean_forward(1) is not None else 1
+    return args.threads if small and scorer.body.cpu_forward(1) is not None else 1
 
 
 def follow(args: argparse.Namespace) -> None:

@@ -80,7 +80,7 @@ class LockstepScorer(Scorer):
         except (TeacherError, TypeError, ValueError, RuntimeError) as error:
             return error
         finally:
-            with alone.body.own_attention():
+            with alone.body.own_attention():  # entering it sets the model's attention back
                 pass
         return None
 

@@ -20,7 +20,7 @@ import torch
 
 from understudy.errors import TeacherError
 from understudy.nn.compiled_layers import compile_layers
-from understudy.nn.cpu_forward import LeanForward, lean_forward
+from understudy.nn.cpu_forward import CpuForward, cpu_forward
 from understudy.nn.grouped_attention import rounded_lengths, takes_groups
 from understudy.nn.prefix_tree import prefix_tree
 from understudy.nn.vision import is_vision, vision_rows
@@ -99,8 +99,8 @@ class Body:
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
         self._switch = threading.Lock()
-        """Held during a forward that depends on the model's attention setting; a lean forward does not."""
-        self._lean: tuple[int, LeanForward | None] | None = None
+        """Held during a forward that depends on the model's attention setting; the CPU forward does not."""
+        self._cpu_forward: tuple[int, CpuForward | None] | None = None
         """The longest row it serves, and the model's weights laid out for it."""
         varlen.register()
 
@@ -174,8 +174,8 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        if (lean := self.lean_forward(int(lengths_N[rows].max()))) is not None:
-            return self._lean_states(lean, request, rows, lengths_N, positions_P, counts_B)
+        if (forward := self.cpu_forward(int(lengths_N[rows].max()))) is not None:
+            return self._cpu_states(forward, request, rows, lengths_N, positions_P, counts_B)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
         with self._attention_of(self._own_attention):
             shown = self._vision(request, rows, lengths_N, padded_BL.shape[1])
@@ -204,22 +204,22 @@ class Body:
         positions = {} if made.positions is None else {"position_ids": made.positions}
         return {**made.arguments, **positions}
 
-    def lean_forward(self, longest: int) -> LeanForward | None:
+    def cpu_forward(self, longest: int) -> CpuForward | None:
         """The CPU forward for rows up to about this length, if the model has one.
 
         Weights are laid out once, and again after `weights_changed`, not for every micro-batch.
         """
         if self.frozen.bits is not None:  # it reads weights as plain tensors
             return None
-        reach, kept = _rounded_up(longest), self._lean
+        reach, kept = _rounded_up(longest), self._cpu_forward
         if kept is None or kept[0] != reach:
             with self._attention_of(self._own_attention):
-                self._lean = kept = (reach, lean_forward(self.frozen.model, reach))
+                self._cpu_forward = kept = (reach, cpu_forward(self.frozen.model, reach))
         return kept[1]
 
-    def _lean_states(
+    def _cpu_states(
         self,
-        lean: LeanForward,
+        forward: CpuForward,
         request: ScoreRequest,
         rows: Sequence[int],
         lengths_N: np.ndarray,
@@ -230,7 +230,7 @@ class Body:
         starts_N = request.starts_N
         tree = prefix_tree([request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows])
         row_P = np.repeat(np.arange(len(rows)), counts_B)
-        return lean.states(tree, torch.from_numpy(tree.nodes_BL[row_P, positions_P]))
+        return forward.states(tree, torch.from_numpy(tree.nodes_BL[row_P, positions_P]))
 
     def _packed_states(
         self,
@@ -258,12 +258,12 @@ class Body:
 
     def weights_changed(self) -> None:
         """Drops what was computed from the model's weights."""
-        self._lean = None
+        self._cpu_forward = None
         if self._features is not None:
             self._features.clear()
 
     def compile_layers(self) -> None:
-        self._lean = None
+        self._cpu_forward = None
         if not compile_layers(self.frozen.body):
             raise TeacherError(
                 f"{self.frozen.path} keeps its layers where compiling them is not supported; leave it off"

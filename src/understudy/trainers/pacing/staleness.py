@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from understudy.dataplane.base import DataPlane, Lease
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, bridging
 from understudy.errors import DataPlaneError
 from understudy.planning.windows import Windows
 from understudy.trainers.row_columns import SIZES, VERSION
@@ -27,7 +27,7 @@ class RowAges:
 
     @staticmethod
     async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
-        with serving(plane):
+        with bridging(plane):
             ages, spans = await _ages_and_spans(lease, windows, step)
         return RowAges(tuple(lease.meta.keys), ages, spans)
 
@@ -68,7 +68,7 @@ class ScoredVersions:
 
     @staticmethod
     async def of(plane: DataPlane, lease: Lease) -> ScoredVersions:
-        with serving(plane):
+        with bridging(plane):
             return ScoredVersions(tuple(lease.meta.keys), await _versions(lease))
 
     def check(self, windows: Windows, step: int, lag: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from understudy.engines.local import kv_padded as kv
-from understudy.nn.cpu_forward import LeanForward, lean_forward
+from understudy.nn.cpu_forward import CpuForward, cpu_forward
 from understudy.nn.prefix_tree import prefix_tree
 
 LONGEST = 40
@@ -61,22 +61,22 @@ def some_rows(equal: bool) -> list[np.ndarray]:
 
 
 @torch.inference_mode()
-def by_lean(model: Any, rows: list[np.ndarray], steps: np.ndarray) -> list[torch.Tensor]:
+def by_cpu_forward(model: Any, rows: list[np.ndarray], steps: np.ndarray) -> list[torch.Tensor]:
     """Logits [B, V] after the prompts and after each step's tokens."""
-    lean = lean_forward(model, LONGEST)
-    assert isinstance(lean, LeanForward), "this model is one of those that are known"
+    fast = cpu_forward(model, LONGEST)
+    assert isinstance(fast, CpuForward), "this model is one of those that are known"
     lengths_B = np.array([len(row) for row in rows])
     width = int(lengths_B.max())
     filling_BT = np.arange(LONGEST) < (width - lengths_B)[:, None]
-    hidden_BT = None
+    additive_mask_BT = None
     if filling_BT.any():
-        hidden_BT = torch.zeros(filling_BT.shape, dtype=model.dtype)
-        hidden_BT.masked_fill_(torch.from_numpy(filling_BT), -torch.inf)
+        additive_mask_BT = torch.zeros(filling_BT.shape, dtype=model.dtype)
+        additive_mask_BT.masked_fill_(torch.from_numpy(filling_BT), -torch.inf)
     cache = kv.new_cache(model.config.num_hidden_layers, width, most=LONGEST)
-    logits = [lean.prompts(prefix_tree(rows), lengths_B, hidden_BT, cache)]
+    logits = [fast.prompts(prefix_tree(rows), lengths_B, additive_mask_BT, cache)]
     for n, tokens_B in enumerate(steps):
         positions_B = torch.from_numpy(lengths_B + n)
-        logits.append(lean.step(torch.from_numpy(tokens_B), positions_B, hidden_BT, cache))
+        logits.append(fast.step(torch.from_numpy(tokens_B), positions_B, additive_mask_BT, cache))
     return logits
 
 
@@ -85,7 +85,7 @@ def by_lean(model: Any, rows: list[np.ndarray], steps: np.ndarray) -> list[torch
 def test_prompts_and_steps_equal_a_plain_forward(name: str, equal: bool) -> None:
     model, rows = MODELS[name](), some_rows(equal)
     steps = np.random.default_rng(6).integers(0, VOCAB, (7, len(rows)))
-    found = by_lean(model, rows, steps)
+    found = by_cpu_forward(model, rows, steps)
     for i, row in enumerate(rows):
         ids = torch.from_numpy(np.concatenate([row, steps[:, i]]))[None]
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_prompts_and_steps_equal_a_plain_forward(name: str, equal: bool) -> None
 
 def test_half_precision_rounds_where_transformers_rounds() -> None:
     model, rows = make_model("qwen3").to(torch.bfloat16), some_rows(equal=True)
-    (found_BV,) = by_lean(model, rows, np.zeros((0, len(rows)), dtype=np.int64))
+    (found_BV,) = by_cpu_forward(model, rows, np.zeros((0, len(rows)), dtype=np.int64))
     with torch.no_grad():
         expected_BV = model(input_ids=torch.from_numpy(np.stack(rows))).logits[:, -1]
     assert found_BV.dtype is torch.bfloat16
@@ -108,7 +108,7 @@ def test_a_batch_repeats_to_the_bit_and_equal_rows_get_equal_logits() -> None:
     model, rows = make_model("qwen3"), some_rows(equal=False)
     steps = np.random.default_rng(6).integers(0, VOCAB, (5, len(rows)))
     steps[:, 8] = steps[:, 2]
-    first, second = by_lean(model, rows, steps), by_lean(model, rows, steps)
+    first, second = by_cpu_forward(model, rows, steps), by_cpu_forward(model, rows, steps)
     for one_BV, other_BV in zip(first, second, strict=True):
         assert torch.equal(one_BV, other_BV)
     # Not to the bit: MKL on AVX-512 sums the rows at the end of a tile in another order.
@@ -118,12 +118,12 @@ def test_a_batch_repeats_to_the_bit_and_equal_rows_get_equal_logits() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_states_of_whole_rows_equal_a_plain_forward(name: str) -> None:
     model, rows = MODELS[name](), some_rows(equal=False)
-    tree, lean = prefix_tree(rows), lean_forward(model, LONGEST)
-    assert lean is not None
+    tree, fast = prefix_tree(rows), cpu_forward(model, LONGEST)
+    assert fast is not None
     wanted = [(i, t) for i, row in enumerate(rows) for t in range(i % 3, len(row))]
     nodes_P = torch.tensor([int(tree.nodes_BL[i, t]) for i, t in wanted])
     with torch.inference_mode():
-        found_PF = lean.states(tree, nodes_P)
+        found_PF = fast.states(tree, nodes_P)
         plain = [model.model(input_ids=torch.from_numpy(row)[None]).last_hidden_state[0] for row in rows]
     expected_PF = torch.stack([plain[i][t] for i, t in wanted])
     assert (found_PF - expected_PF).abs().max() <= 2e-5 * max(1.0, float(expected_PF.abs().max()))
@@ -162,10 +162,10 @@ def with_growing_turns(model: Any) -> None:
 )
 def test_whatever_is_not_known_to_the_letter_goes_transformers_way(change: Callable[[Any], None]) -> None:
     model = make_model("qwen3")
-    assert lean_forward(model, LONGEST) is not None
+    assert cpu_forward(model, LONGEST) is not None
     change(model)
-    assert lean_forward(model, LONGEST) is None
+    assert cpu_forward(model, LONGEST) is None
 
 
 def test_other_architectures_go_transformers_way() -> None:
-    assert lean_forward(make_model("gemma3"), LONGEST) is None
+    assert cpu_forward(make_model("gemma3"), LONGEST) is None
