@@ -97,10 +97,10 @@ class RolloutConfig(Section):
     that writes the rollouts then differs slightly from the trained one: `loss.correction.measure` shows by
     how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
     recompute_kv: bool = True
-    """After each publish of a fully async run with `trainer.partial_rollouts`, the `hf` engine computes the keys and
-    values of the generations under way again, with the new weights. `false` keeps them, which saves that time; a token
-    written later is then drawn from the new weights over keys and values of earlier ones. Its recorded log-probability is
-    the one it was drawn with, so ratios to the trained student stay right."""
+    """After each publish of a fully async run with `trainer.partial_rollouts`, the `hf` engine recomputes the keys and
+    values of running generations with the new weights. `false` keeps them and saves that time; later tokens are then
+    drawn from the new weights over keys and values of earlier ones. Recorded log-probabilities are those with which
+    tokens were drawn, so ratios to the trained student stay right."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Temperature of sampling; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -66,7 +66,7 @@ async def evaluate_model(
 ) -> dict[str, float]:
     """Evaluates `model` on `data`: greedy answers, and `k` samples per problem. `answers_to`: a file that gets every
     problem's row with its greedy answer in the column `written`, for example for `rollout.off_policy`. `max_batch`: how many
-    answers are written at the same time. `dtype`: of a model that is no run.
+    answers are written at the same time. `dtype`: for a model that is not a run.
 
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
@@ -74,7 +74,7 @@ async def evaluate_model(
     check_counts(samples, k, max_new_tokens, max_batch)
     subject = _Subject.of(model)
     if subject.run is not None and dtype is not None:
-        raise ConfigError("--dtype is for a model that is no run; a run's student is measured in its own")
+        raise ConfigError("--dtype is for a model that is not a run; a run's student is measured in its own")
     settings = _Settings.of(subject, data, reward, max_new_tokens, agent, k, max_batch)
     view = view or LiveView(0, enabled=False)
     dataset = load_dataset(settings.source, settings.place)  # before the model, which may take minutes

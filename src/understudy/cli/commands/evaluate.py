@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="of a model that is no run: numbers of its weights; float32 when not given, a run has its own",
+        help="for a model that is not a run: dtype of its weights; by default float32 (a run has its own)",
     )
     parser.add_argument(
         "--max-batch",
         type=int,
-        help="answers that are written at the same time; a run's own rollout.max_batch, or 64",
+        help="number of answers written at the same time; by default a run's own rollout.max_batch, or 64",
     )
     parser.add_argument(
         "--answers",

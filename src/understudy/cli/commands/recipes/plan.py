@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of each GPU, instead of what this machine's have",
+        help="memory of each GPU, instead of the memory of this machine's GPUs",
     )
     parser.add_argument(
         "--toml",
