@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
-from understudy.config import Recipe
+from understudy.config import Recipe, TeacherConfig
 from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
 from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
@@ -67,6 +67,23 @@ def picture_problems(
                 f"{place}, of the family {family}, which reads no pictures here; route such rows to a teacher of {NAMES} "
                 f"(data.teacher_key = {recipe.data.teacher_key!r})"
             )
+    return problems
+
+
+def replicas_read_pictures(
+    teachers: Mapping[str, TeacherConfig], folders: Mapping[str, ModelFolder]
+) -> list[str]:
+    """Problems of native replicas of vision-language models, whichever rows they score."""
+    fields, problems = TeacherConfig.model_fields, []
+    for name, folder in folders.items():
+        teacher = teachers[name]
+        if teacher.starts_vllm or _family(folder) not in FAMILIES:
+            continue
+        problems += [
+            f"teachers.{name}.{key} = {getattr(teacher, key)!r} is for text models, and {folder.path.name} reads pictures; leave it out"
+            for key in ("quantize", "offload", "tensor_parallel")
+            if getattr(teacher, key) != fields[key].default
+        ]
     return problems
 
 

@@ -27,7 +27,12 @@ from understudy.planning.data_checks import (
     prompt_length,
     tokens_fit,
 )
-from understudy.planning.image_checks import look_at_pictures, picture_problems, with_picture_tokens
+from understudy.planning.image_checks import (
+    look_at_pictures,
+    picture_problems,
+    replicas_read_pictures,
+    with_picture_tokens,
+)
 from understudy.planning.models.adapter_targets import targets_fit
 from understudy.planning.models.aligned import (
     aligned_sides,
@@ -229,6 +234,7 @@ class _Checks:
             self.problems += topk_fits(recipe, student, "student")
             self._add(*targets_fit(recipe, student))
         self.problems += models_load(recipe, student, teachers) + offloads_fit(recipe.teachers, teachers)
+        self.problems += replicas_read_pictures(recipe.teachers, teachers)
         return _Models(student, teachers, aligned, lacked)
 
     def _pairs(self, models: Mapping[str, ModelFolder]) -> tuple[Lacked, dict[str, ModelFolder]]:
