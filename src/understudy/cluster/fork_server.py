@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Any, Protocol
 
 from understudy.cluster.fork_server_process import LARGEST, MODULES
 from understudy.observability.forks import close_in_forks
+from understudy.serving.process_group import PYTHON
 
 _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
@@ -183,7 +183,7 @@ def _begin(
 ) -> subprocess.Popen[bytes]:
     """Starts the fork server's process."""
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM.format(descriptor, list(modules))],
+        [*PYTHON, "-c", _PROGRAM.format(descriptor, list(modules))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

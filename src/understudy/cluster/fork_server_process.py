@@ -145,7 +145,6 @@ def _become(job: Job) -> None:
     os.environ.clear()
     os.environ.update(job.environment)
     os.chdir(job.folder)
-    sys.path[0] = job.folder
     sys.argv = [job.module, *job.arguments]
     sys.modules["numpy"].random.seed()  # otherwise all forks would draw the same numbers
     setproctitle(" ".join((sys.executable, "-m", job.module, *job.arguments)))  # shown by `ps`

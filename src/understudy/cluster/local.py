@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Any
 from understudy.cluster import fork_server
 from understudy.errors import ChildDied, ClusterError
 from understudy.observability.forks import close_in_forks
+from understudy.serving.process_group import PYTHON
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -160,7 +160,7 @@ class LocalProcesses:
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
     ) -> fork_server.ChildProcess:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
+            [*PYTHON, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -158,3 +158,23 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert all(map(gone, family))
+
+
+def test_a_file_in_the_working_directory_does_not_hide_a_module_of_python(
+    tmp_path: Path, child_module: str, way: fork_server.ForkServer | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `understudy` program does not look there either, so a user's `argparse.py` there went unseen until a child started."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "argparse.py").write_text("raise ImportError('a script of the user')\n")
+    monkeypatch.chdir(tmp_path / "work")
+    own = fork_server.ForkServer({}, modules=()) if way is not None else None  # started from this folder
+    monkeypatch.setattr(fork_server, "_SERVER", own)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        await processes.start("one", child_module, [])
+        await processes.close()
+
+    asyncio.run(scenario())
+    if own is not None:
+        own.close()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from understudy.errors import LOST_PEER, TeacherError
+from understudy.serving.process_group import PYTHON
 from understudy.teacher.replica import server
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -31,7 +32,7 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
         followers = [
             subprocess.Popen(
                 [
-                    sys.executable,
+                    *PYTHON,
                     "-m",
                     "understudy.teacher.replica.server",
                     *_at(shared, rank),
