@@ -171,13 +171,13 @@ def place(pools: Iterable[Pool], claims: Sequence[Claim], seated: Iterable[Seat]
     for claim in (claim for claim in by_width if claim.leads):
         placement = _with_claim(placement, claim)
     placement = replace(placement, seats=(*placement.seats, *seated))
-    guarded = placement.seats
+    first = placement.seats  # of leaders, and chosen by hand: shared only if no device is free
     for claim in (claim for claim in by_width if not claim.leads and not claim.may_share):
         placement = _with_claim(placement, claim)
     for pool in placement.pools.values():
         for kind in DeviceKind:
             flexible = [c for c in claims if c.may_share and (c.pool, c.kind) == (pool.name, kind)]
-            placement = _spread(placement, pool, kind, flexible, guarded)
+            placement = _spread(placement, pool, kind, flexible, first)
     return placement
 
 
@@ -195,23 +195,21 @@ def _with_claim(placement: Placement, claim: Claim) -> Placement:
 
 
 def _spread(
-    placement: Placement, pool: Pool, kind: DeviceKind, claims: Sequence[Claim], shareable: Sequence[Seat]
+    placement: Placement, pool: Pool, kind: DeviceKind, claims: Sequence[Claim], first: Sequence[Seat]
 ) -> Placement:
     """Places units that may share: one device each if enough are free, else evenly over the free ones.
 
-    If no device is free, over the devices of leaders and of seats chosen by hand (`shareable`). Later units
-    share first, replicas of one role last.
+    If no device is free, over the devices of leaders and of seats chosen by hand. These are `first`, the
+    seats with which the placement begins. Later units share first, replicas of one role last.
     """
     free = [(node, device) for node in range(pool.nodes) for device in placement.free(pool.name, kind, node)]
     units = [(claim.role, unit) for claim in claims for unit in range(claim.units)]
     if len(units) > len(free):
         units.sort(key=lambda one: one[1])
-        taken = {
-            (seat.node, seat.device) for seat in shareable if (seat.pool, seat.kind) == (pool.name, kind)
-        }
+        taken = {(seat.node, seat.device) for seat in first if (seat.pool, seat.kind) == (pool.name, kind)}
         own = {
             (seat.node, seat.device)
-            for seat in placement.seats[len(shareable) :]
+            for seat in placement.seats[len(first) :]
             if (seat.pool, seat.kind) == (pool.name, kind)
         }
         free = free or sorted(taken - own)

@@ -6,7 +6,10 @@ RUN/
   state.json         status of the run: running, finished, stopped, failed, and why
   metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
   waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
+  usable_ids.json    the token ids that the run may draw and score, for ranks and replays, if not all
+  tokenizer/         the student's tokenizer as rollout workers load it, if there are any
   data/              rows that were given as objects (`understudy.distill(data=[…])`), if any
+  media/             pictures of the prompts by hash, if any
   spans.jsonl        what ran when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
@@ -19,6 +22,7 @@ RUN/
   checkpoints/       step-000050/ …, latest, best
   logs/              one file per process
   teachers/          requests of `understudy teachers RUN add | remove`
+  teacher_weights/   earlier weights of the student, if a teacher lags behind it
   lock               held while the run lives
   report.html        the page of `understudy view` in one file, written when the run ends
 """
@@ -51,6 +55,8 @@ _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROF
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
+    """The paths of one run directory, and what makes, opens and locks it. Holds no open file."""
+
     path: Path
 
     @property

@@ -68,8 +68,10 @@ def varlen_attention(
     if groups is not None and not sliding_window:
         scale = query_QTD.shape[-1] ** -0.5 if scaling is None else scaling
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in heads)
-        lying = (one.transpose(0, 1) for one in heads)
-        out_TQD, _ = grouped_attention(*lying, groups, cu_seq_lens_q, max_length_q, scale, learns)
+        tokens_first = (
+            one.transpose(0, 1) for one in heads
+        )  # [T, heads, D], as `grouped_attention` takes them
+        out_TQD, _ = grouped_attention(*tokens_first, groups, cu_seq_lens_q, max_length_q, scale, learns)
     elif query_QTD.is_cuda and query_QTD.dtype in (torch.float16, torch.bfloat16):
         out_TQD = _flash(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     elif runs := few_runs(cu_seq_lens_q):

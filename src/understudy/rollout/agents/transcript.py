@@ -56,13 +56,9 @@ class Transcript:
         extra: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """The trajectory. Its stop reason is that of the last turn, unless one is given."""
-        loss_mask, logprobs, versions = (
-            np.zeros(self._length, bool),
-            np.empty(self._length, np.float32),
-            np.empty(self._length, np.int32),
-        )
-        logprobs.fill(np.nan)
-        versions.fill(-1)
+        loss_mask = np.zeros(self._length, bool)
+        logprobs = np.full(self._length, np.nan, np.float32)
+        versions = np.full(self._length, -1, np.int32)
         last = StopReason.ABORTED
         for start, turn in self._written:
             own = slice(start, start + len(turn.tokens))

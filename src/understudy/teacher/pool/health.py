@@ -19,6 +19,8 @@ from understudy.serving.supervisor import Restarts
 
 
 class State(StrEnum):
+    """Whether a replica gets requests, and what happens to it next (see the drawing above)."""
+
     STARTING = "starting"
     """Its process is being launched for the first time."""
     PROBING = "probing"
@@ -33,6 +35,8 @@ class State(StrEnum):
 
 
 class Failure(StrEnum):
+    """How a request to a replica failed."""
+
     TIMEOUT = "timeout"
     CONNECTION = "connection"
     SERVER = "server"
@@ -63,10 +67,13 @@ class ReplicaHealth:
     rules: HealthRules
     state: State = State.STARTING
     streak: int = 0
+    """Failed requests in a row."""
     bad_replies: int = 0
+    """Since the last admission."""
     setbacks: int = 0
     """Ejections and failed revivals since the last reset; the backoff doubles with each."""
     retry_at: float = 0.0
+    """When an ejected replica is revived."""
     healthy_since: float = 0.0
     last_reason: str = ""
 
