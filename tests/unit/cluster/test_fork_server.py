@@ -38,7 +38,7 @@ os.read(options.watch_fd, 1)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fork_server.ForkServer]:
     (tmp_path / "forked_for_test.py").write_text(CHILD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     made = fork_server.ForkServer({"OMP_NUM_THREADS": "1"}, modules=())
     monkeypatch.setattr(fork_server, "_SERVER", made)
     yield made
@@ -267,7 +267,7 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
     )
     (tmp_path / "fails_for_test.py").write_text("raise RuntimeError('no such recipe')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     made = fork_server.ForkServer({}, modules=fork_server.MODULES)
     monkeypatch.setattr(fork_server, "_SERVER", made)
 

@@ -40,7 +40,7 @@ CHILD = textwrap.dedent("""
 @pytest.fixture
 def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "child_for_test.py").write_text(CHILD)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "child_for_test"
 
 

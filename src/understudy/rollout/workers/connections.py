@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from understudy.errors import DataError
+from understudy.observability.forks import PYTHON
 from understudy.rollout.workers import messages as wire
 from understudy.serving.frames import FrameError
-from understudy.serving.process_group import PYTHON
 
 WORKER_MODULE = "understudy.rollout.workers.process"
 _LIMIT = 1 << 24

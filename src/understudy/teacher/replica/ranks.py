@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from understudy.errors import LOST_PEER, TeacherError
-from understudy.serving.process_group import PYTHON
+from understudy.observability.forks import PYTHON
 from understudy.teacher.replica import server
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
