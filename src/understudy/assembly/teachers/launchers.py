@@ -186,6 +186,7 @@ class EngineTeachers:
     """
 
     following: None = None
+    """The base of a LoRA student never changes."""
 
     def __init__(self, processes: LocalProcesses, name: str, engine: HostedEngine, place: int) -> None:
         """`place`: how many teachers come before this one in these processes."""

@@ -108,11 +108,14 @@ class QueueLink:
             "backend": {"SimpleStorage": {"num_data_storage_units": units, "required_node_resource": "CPU"}},
         }
         answer: list[Any] = []
+        """Whether this link owns the queue, or the error; empty until `init` returns."""
 
         def begin() -> None:
             try:
                 with _units_where_there_is_room():
-                    answer.append(transfer_queue.init(wish) is not wish)
+                    # `init` returns its argument if it joined a queue that runs already: then this link is not its owner.
+                    owner = transfer_queue.init(wish) is not wish
+                answer.append(owner)
             except BaseException as error:
                 answer.append(error)
 
@@ -287,22 +290,23 @@ def _units_where_there_is_room() -> Iterator[None]:
     """Makes TransferQueue's placement of storage units soft. It pins each unit to a machine, round-robin, and
     waits for ever if ranks or teachers occupy that machine; with a soft preference the unit goes to another
     one."""
-    counted_off = simple_storage_bootstrap.get_node_round_robin_scheduling_strategies
+    pinned_strategies = simple_storage_bootstrap.get_node_round_robin_scheduling_strategies
 
-    def wished(*arguments: Any, **options: Any) -> list[Any]:
+    def soft_strategies(*arguments: Any, **options: Any) -> list[Any]:
         return [
             type(one)(one.node_id, soft=True, _spill_on_unavailable=True)
-            for one in counted_off(*arguments, **options)
+            for one in pinned_strategies(*arguments, **options)
         ]
 
-    simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = wished
+    simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = soft_strategies
     try:
         yield
     finally:
-        simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = counted_off
+        simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = pinned_strategies
 
 
 async def _all_of(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """A coroutine, which `QueueLink._run` needs; `gather` must be called on the loop that runs it."""
     return await asyncio.gather(*parts)
 
 

@@ -21,12 +21,17 @@ from understudy.serving.frames import FrameError
 
 WORKER_MODULE = "understudy.rollout.workers.process"
 _LIMIT = 1 << 24
+"""Bytes of a message that a reader buffers."""
 _CALL_SECONDS = 60.0
+"""How long a worker on another machine may take to connect."""
 _HELLO_SECONDS = 10.0
+"""How long a connection may take to send its `Hello`."""
 _MOST_UNKNOWN = 64
 """Connections without a `Hello` yet. A worker sends its own at once; beyond this many the oldest is closed."""
 _GRACE_SECONDS = 5.0
+"""How long a worker may take to end after its stdin was closed; then it is killed."""
 _LOOK_SECONDS = 1.0
+"""How often it is checked that a worker on another machine lives."""
 
 
 class WorkerConnection(Protocol):
