@@ -141,6 +141,10 @@ REFUSED: Mapping[str, str] = {
 """Why all other keys may not change, by the longest matching prefix."""
 
 
+_PLACES = ("*.model", "data.train", "data.eval")
+"""Keys whose files a user may have moved or renamed since the run began."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """An accepted change of one recipe key, and why it is accepted."""
@@ -228,9 +232,15 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
             accepted.append(Change(key, old.get(key), new.get(key), reason))
         else:
             why = f"{ONLY_MORE[key]}; it may only be raised, or" if lowered else f"{_refused(key)};"
+            moved = any(fnmatchcase(key, pattern) for pattern in _PLACES)
+            link = (
+                ", or, if it is the same in another place, put a symbolic link at the old one"
+                if moved
+                else ""
+            )
             problems.append(
                 f"cannot resume with {key} = {_shown(key, new.get(key))}, the run has {_shown(key, old.get(key))}: {why} "
-                "start a new run with `understudy train`"
+                f"start a new run with `understudy train`{link}"
             )
     if problems:
         raise ConfigError(problems)

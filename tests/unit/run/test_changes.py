@@ -42,6 +42,15 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
     assert "100 → 400" in str(changes[-1]) and "how far" in str(changes[-1])
 
 
+@pytest.mark.parametrize("key", ["student.model", "teachers.add.model", "data.train"])
+def test_files_that_were_only_moved_can_be_linked(run: RunDir, key: str) -> None:
+    with pytest.raises(ConfigError, match="put a symbolic link at the old one"):
+        changed_recipe(run, [f"{key}=moved"])
+    with pytest.raises(ConfigError) as error:
+        changed_recipe(run, ["run.seed=1"])
+    assert "symbolic link" not in str(error.value)
+
+
 def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
     recipe, (change,) = changed_recipe(run, ["trainer.passes=3"])
     assert recipe.trainer.passes == 3
