@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from typing import Any, Protocol
 
 from understudy.cluster.fork_server_process import LARGEST, MODULES
 from understudy.observability.forks import only_here
-from understudy.serving.process_group import PYTHON
 
 _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
@@ -184,7 +184,7 @@ def _begin(
 ) -> subprocess.Popen[bytes]:
     """Starts the fork server's process."""
     return subprocess.Popen(
-        [*PYTHON, "-c", _PROGRAM.format(descriptor, list(modules))],
+        [sys.executable, "-P", "-c", _PROGRAM.format(descriptor, list(modules))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -234,7 +234,11 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
         else:
             why = f"{ONLY_MORE[key]}; it may only be raised, or" if lowered else f"{_refused(key)};"
             moved = any(fnmatchcase(key, pattern) for pattern in _PLACES)
-            link = ", or, if it is the same in another place, put a symbolic link at the old one" if moved else ""
+            link = (
+                ", or, if it is the same in another place, put a symbolic link at the old one"
+                if moved
+                else ""
+            )
             problems.append(
                 f"cannot resume with {key} = {_shown(key, new.get(key))}, the run has {_shown(key, old.get(key))}: {why} "
                 f"start a new run with `understudy train`{link}"

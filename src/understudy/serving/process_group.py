@@ -9,12 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
-
-PYTHON = (sys.executable, "-P")
-"""Starts modules of ours. Without `-P` Python puts the working directory in front of its path for `-m` and `-c`, and imports a
-`random.py` that lies there in place of its own."""
 
 
 def has_ended(leader: subprocess.Popen[bytes]) -> bool:

@@ -17,7 +17,6 @@ import uvicorn
 
 from understudy.errors import UnderstudyError
 from understudy.observability.rundir import RunDir
-from understudy.serving.process_group import PYTHON
 from understudy.viewer.run_view import RunView
 from understudy.viewer.server import ViewServer, address, listen
 
@@ -30,7 +29,7 @@ def demo_run() -> RunDir:
 @contextmanager
 def served_beside(run: Path) -> Iterator[None]:
     """A page on `run` in a process of its own while the body runs; it ends with this process too."""
-    command = [*PYTHON, "-m", "understudy.cli.main", "view", "--beside", str(run)]
+    command = [sys.executable, "-P", "-m", "understudy.cli.main", "view", "--beside", str(run)]
     page = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     try:
         yield

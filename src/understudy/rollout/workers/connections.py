@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from understudy.errors import DataError
 from understudy.rollout.workers import messages as wire
 from understudy.serving.frames import FrameError
-from understudy.serving.process_group import PYTHON
 
 WORKER_MODULE = "understudy.rollout.workers.process"
 _LIMIT = 1 << 24
@@ -64,7 +64,7 @@ class PipeWorker:
         # In a session of its own: Ctrl-C in the terminal reaches the run alone, which finishes its step.
         return PipeWorker(
             await asyncio.create_subprocess_exec(
-                *(*PYTHON, "-m", WORKER_MODULE),
+                *(sys.executable, "-P", "-m", WORKER_MODULE),
                 stdin=pipe,
                 stdout=pipe,
                 limit=_LIMIT,

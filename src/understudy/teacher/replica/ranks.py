@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 
 from understudy.errors import LOST_PEER, TeacherError
-from understudy.serving.process_group import PYTHON
 from understudy.teacher.replica import server
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -32,7 +31,8 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
         followers = [
             subprocess.Popen(
                 [
-                    *PYTHON,
+                    sys.executable,
+                    "-P",
                     "-m",
                     "understudy.teacher.replica.server",
                     *_at(shared, rank),
