@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ def _begin(
 ) -> subprocess.Popen[bytes]:
     """Starts the fork server's process."""
     return subprocess.Popen(
-        [*PYTHON, "-c", _PROGRAM.format(descriptor, list(modules))],
+        [sys.executable, "-P", "-c", _PROGRAM.format(descriptor, list(modules))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -158,8 +159,9 @@ class LocalProcesses:
     def _begun(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
     ) -> fork_server.ChildProcess:
+        # -P, as wherever Python is started: a random.py in the user's working directory is not imported.
         return subprocess.Popen(
-            [*PYTHON, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
+            [sys.executable, "-P", "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

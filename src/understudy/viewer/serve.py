@@ -30,7 +30,7 @@ def demo_run() -> RunDir:
 @contextmanager
 def served_beside(run: Path) -> Iterator[None]:
     """A page on `run` in a process of its own while the body runs; it ends with this process too."""
-    command = [*PYTHON, "-m", "understudy.cli.main", "view", "--beside", str(run)]
+    command = [sys.executable, "-P", "-m", "understudy.cli.main", "view", "--beside", str(run)]
     page = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     try:
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class PipeWorker:
         # In a session of its own: Ctrl-C in the terminal reaches the run alone, which finishes its step.
         return PipeWorker(
             await asyncio.create_subprocess_exec(
-                *(*PYTHON, "-m", WORKER_MODULE),
+                *(sys.executable, "-P", "-m", WORKER_MODULE),
                 stdin=pipe,
                 stdout=pipe,
                 limit=_LIMIT,

@@ -32,7 +32,8 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
         followers = [
             subprocess.Popen(
                 [
-                    *PYTHON,
+                    sys.executable,
+                    "-P",
                     "-m",
                     "understudy.teacher.replica.server",
                     *_at(shared, rank),
