@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from understudy.cluster.fork_server_process import LARGEST, MODULES
-from understudy.observability.forks import PYTHON, close_in_forks
+from understudy.observability.forks import close_in_forks
 
 _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",

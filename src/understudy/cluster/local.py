@@ -22,7 +22,7 @@ from typing import Any
 
 from understudy.cluster import fork_server
 from understudy.errors import ChildDied, ClusterError
-from understudy.observability.forks import PYTHON, close_in_forks
+from understudy.observability.forks import close_in_forks
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0

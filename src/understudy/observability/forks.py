@@ -1,4 +1,4 @@
-"""Closes this process's pipes and locks in every fork of it, and says how our modules are started as programs.
+"""Closes this process's pipes and locks in every fork of it.
 
 A reward, an agent loop or a tool may fork; `multiprocessing` pools do by default on Linux. The child
 inherits every open file of this process for as long as it lives, and a pool whose owner was killed waits for
@@ -9,14 +9,9 @@ either open would hide it. Forked children must close both.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakKeyDictionary
-
-PYTHON = (sys.executable, "-P")
-"""Starts a module of the package as a program. Without `-P`, `-m` and `-c` put the working directory in front of Python's
-path, so a user's `random.py` there would replace the standard module."""
 
 Owner = TypeVar("Owner")
 _CLOSERS: WeakKeyDictionary[object, Callable[[object], object]] = WeakKeyDictionary()

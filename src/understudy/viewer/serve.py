@@ -16,7 +16,6 @@ from pathlib import Path
 import uvicorn
 
 from understudy.errors import UnderstudyError
-from understudy.observability.forks import PYTHON
 from understudy.observability.rundir import RunDir
 from understudy.viewer.run_view import RunView
 from understudy.viewer.server import ViewServer, address, listen

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from understudy.errors import DataError
-from understudy.observability.forks import PYTHON
 from understudy.rollout.workers import messages as wire
 from understudy.serving.frames import FrameError
 

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 
 from understudy.errors import LOST_PEER, TeacherError
-from understudy.observability.forks import PYTHON
 from understudy.teacher.replica import server
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
