@@ -251,6 +251,14 @@ def test_a_head_with_an_unknown_twist_is_refused() -> None:
         verify_head(model)
 
 
+def test_weights_that_are_not_finite_are_named_as_the_reason() -> None:
+    model = ready("qwen3")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(PolicyError, match="not finite in float32: its weights hold NaN or infinity"):
+        verify_head(model)
+
+
 def test_softcap_reaches_the_loss() -> None:
     head_of_gemma = StudentForward(gemma2())
     assert head_of_gemma.facts.softcap == 5.0

@@ -260,6 +260,13 @@ def test_warm_up_refuses_a_head_it_does_not_understand(tmp_path: Path) -> None:
         warm_up(scorer)
 
 
+def test_warm_up_names_weights_that_are_not_finite(tmp_path: Path) -> None:
+    frozen = load_frozen(str(write_model(tmp_path / "m")))
+    next(frozen.model.parameters()).view(-1)[:] = float("nan")
+    with pytest.raises(TeacherError, match="not finite in float32: its weights hold NaN or infinity"):
+        warm_up(Scorer("t", frozen))
+
+
 def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "empty")))
     for tensor in frozen.model.state_dict().values():

@@ -99,6 +99,11 @@ def verify_head(model: PreTrainedModel) -> None:
     embedding = model.get_input_embeddings()
     ids_1T = torch.arange(min(8, embedding.weight.shape[0]), device=embedding.weight.device)[None]
     expected_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+    if not expected_TV.isfinite().all():
+        raise PolicyError(
+            f"{type(model).__name__}: the model's own logits are not finite in {str(model.dtype).removeprefix('torch.')}: its weights hold NaN or infinity, or overflow; "
+            "download or copy the model again, or set another dtype"
+        )
     hidden_TH = body_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
     found_TV = logits_of(student_head(model, head_facts(model), hidden_TH, temperature=1.0))
     bound = _TOLERANCE.get(hidden_TH.dtype, 5e-2) * max(1.0, float(expected_TV.abs().max()))

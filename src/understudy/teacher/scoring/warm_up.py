@@ -82,6 +82,11 @@ def _try_packing(
 def _check_same(scorer: Scorer, ours: np.ndarray, theirs: np.ndarray, more: float = 0.0) -> None:
     """The tolerance grows with the logprob in half precision, where the model's own logits are
     rounded. `more` is added to it."""
+    if not np.isfinite(theirs).all():
+        raise TeacherError(
+            f"teacher {scorer.name}: the log-probabilities of {scorer.frozen.path} are not finite in {scorer.frozen.dtype}: its weights hold NaN or "
+            "infinity, or overflow; download or copy the model again, or set another dtype"
+        )
     near = more + (1e-3 if scorer.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs))
     if not (np.abs(ours - theirs) <= near).all():
         raise TeacherError(
