@@ -33,8 +33,9 @@ def one_fork_server() -> Iterator[None]:
     # A child whose environment differs in these is started as a new Python.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread: a fork server has none
-    own = str(Path(__file__).parent / "e2e")  # rewards and agent loops of tests
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
+    here = Path(__file__).parent
+    own = str(here / "e2e"), str(here / "contract/teacher")  # rewards and agent loops of tests; replica_fork_server.py
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
     with prepared({}, (*MODULES, "understudy.run.launch")):
         yield
 

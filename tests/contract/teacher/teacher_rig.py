@@ -214,8 +214,7 @@ class ReplicaForkServer:
             if server.over:
                 return None
             time.sleep(0.05)
-        with contextlib.chdir(Path(__file__).parent):  # a fork finds modules in the folder that it begins in
-            return server.start("replica_fork_server", [], env, answers, orders)
+        return server.start("replica_fork_server", [], env, answers, orders)
 
     def _answer(self) -> dict[str, int]:
         line = self.answers.readline()

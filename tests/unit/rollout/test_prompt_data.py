@@ -66,7 +66,7 @@ def test_parquet_chats_and_missing_values(tmp_path: Path) -> None:
     [
         ("", ["is empty"]),
         ('{"prompt": "a"}\n\n{"answer": "1"}\n', ["line 3", "no prompt", "answer"]),
-        ('{"prompt": "a"}\n{"prompt": ""}\n', ["line 2", "no prompt"]),
+        ('{"prompt": "a"}\n{"prompt": ""}\n', ["line 2", "`prompt` is empty"]),
         ('{"prompt": "a"}\n{"prompt": \n', ["line 2", "not JSON", "column"]),
         ("[1, 2]\n", ["line 1", "list"]),
         ('{"messages": [{"content": "hi"}]}\n', ["line 1", "messages[0]", "role"]),
