@@ -34,7 +34,8 @@ def one_fork_server() -> Iterator[None]:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread: a fork server has none
     here = Path(__file__).parent
-    own = str(here / "e2e"), str(here / "contract/teacher")  # rewards and agent loops of tests; replica_fork_server.py
+    # Rewards and agent loops of tests; replica_fork_server.py.
+    own = str(here / "e2e"), str(here / "contract/teacher")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
     with prepared({}, (*MODULES, "understudy.run.launch")):
         yield
