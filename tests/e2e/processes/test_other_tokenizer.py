@@ -274,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"data__train": [{**ROWS[0], "teacher_weights": {"other": 1.0}}]},
         "row 1 has a mixture of teachers with one of another tokenizer",
     ),
-    ({"loss__topk": 44}, "there is none beside all 44 ids of the student"),
+    ({"loss__topk": 44}, "with all 44 ids of the student as candidates there is no tail"),
     ({"teachers__other__model": "nowhere"}, "reads the teacher's tokenizer here"),
     ({"teachers__other__vocabulary": "equal"}, "its tokenizer differs from the student's"),
 ]
