@@ -172,7 +172,8 @@ def test_a_file_in_the_working_directory_does_not_hide_a_module_of_python(
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
-        await processes.start("one", child_module, [])
+        child = await processes.start("one", child_module, [])
+        assert psutil.pid_exists(int(child.ready["pid"]))
         await processes.close()
 
     asyncio.run(scenario())
