@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from understudy.dataplane.journal.schema import FILE_NAME, FORMAT, read_meta
+from understudy.dataplane.journal.schema import FILE_NAME, FORMAT, cannot_be_opened, read_meta
 from understudy.errors import DataPlaneError
 
 FOLDER_NAME = "dataplane"
@@ -109,7 +109,7 @@ class Ledger:
             found = read_meta(connection, "format", -1)
         except sqlite3.DatabaseError as error:
             connection.close()
-            raise DataPlaneError(f"{self.file} is not a data plane journal: {error}") from None
+            raise cannot_be_opened(self.file, error) from None
         if found != FORMAT:
             connection.close()
             raise DataPlaneError(

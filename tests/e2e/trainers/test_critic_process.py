@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_runs import ASSETS, Command, living_children, start_cli, write_toml
 
 import understudy
@@ -226,9 +227,8 @@ def test_a_critic_that_cannot_load_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (ASSETS / "models" / "student").iterdir():
-        (broken / file.name).write_bytes(
-            file.read_bytes() if file.suffix != ".safetensors" else b"no weights"
-        )
+        (broken / file.name).write_bytes(file.read_bytes())
+    save_file({"other": np.zeros(1, np.float32)}, broken / "model.safetensors")  # whole, and not this model's
     table["critic"]["model"] = str(broken)
     with pytest.raises(Exception, match=r"process critic ended with code \d; log: .*critic\.log"):
         understudy.train(table, progress=False)

@@ -91,7 +91,7 @@ def test_every_row_is_trained_once_and_none_is_too_old(
 def test_generations_continue_over_kept_keys_and_values(recipe: Make, processes: int) -> None:
     run = understudy.train(
         recipe(
-            rollout__recompute_kv=False, rollout__processes=processes, rollout__max_new_tokens=100, rollout__temperature=8.0,
+            rollout__recompute_kv=False, rollout__processes=processes, rollout__max_batch=2, rollout__max_new_tokens=100, rollout__temperature=8.0,
             trainer__max_staleness=1.0, trainer__batch_size=8, trainer__steps=6, **ASYNC,
         ),
         progress=False,

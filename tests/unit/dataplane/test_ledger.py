@@ -166,7 +166,7 @@ def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(DataPlaneError, match="no journal"):
         audit(tmp_path)
     (tmp_path / "journal.sqlite").write_bytes(b"hello" * 1000)
-    with pytest.raises(DataPlaneError, match="not a data plane journal"):
+    with pytest.raises(DataPlaneError, match="cannot be opened as a journal"):
         audit(tmp_path)
     with pytest.raises(DataPlaneError, match="journal"):
         EmbeddedDataPlane.open(tmp_path, **BOUNDS)

@@ -63,6 +63,12 @@ INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, step, keys) VALUES "
 INSERT_EVENTS_WITH_DETAIL = "INSERT INTO events(kind, sign, partition, step, keys, detail) VALUES "
 
 
+def cannot_be_opened(file: Path, error: sqlite3.DatabaseError) -> DataPlaneError:
+    """Also a reader needs room: SQLite makes a file of shared memory beside the journal."""
+    advice = "" if "not a database" in str(error) else "; free space or mend the disk, then resume"
+    return DataPlaneError(f"{file} cannot be opened as a journal: {error}{advice}")
+
+
 def connect(file: Path) -> sqlite3.Connection:
     """Open for writing; the caller begins and ends transactions explicitly."""
     try:
@@ -82,8 +88,7 @@ def connect(file: Path) -> sqlite3.Connection:
         found = read_meta(connection, "format", -1)
     except sqlite3.DatabaseError as error:
         connection.close()
-        advice = "" if "not a database" in str(error) else "; free space or mend the disk, then resume"
-        raise DataPlaneError(f"{file} cannot be opened as a journal: {error}{advice}") from None
+        raise cannot_be_opened(file, error) from None
     if found != FORMAT:
         connection.close()
         raise DataPlaneError(f"{file} has journal format {found}; this version reads format {FORMAT}")
