@@ -50,8 +50,14 @@ def until_training(process: Command, run: Path) -> list[psutil.Process]:
 
 
 def all_gone(processes: list[psutil.Process], seconds: float = 30.0) -> bool:
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it ended after `wait_procs` had looked
+            return False
+
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return not any(map(lives, alive))
 
 
 def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
