@@ -88,8 +88,10 @@ def carry_out(task: Task, out: Path, archive: Path | None) -> dict[str, Any]:
         word.replace("{python}", sys.executable).replace("{out}", str(out))
         for word in shlex.split(task.command)
     ]
+    # vLLM looks for flashinfer's sampler and fails where that package is not installed.
+    environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | os.environ
     with (out / f"{task.name}.log").open("w") as sink:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=os.environ)
+        process = subprocess.Popen(words, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         with killed_at_the_end(process):
             code: int | None = None
             while code is None and (left := begun + task.seconds - time.monotonic()) > 0:

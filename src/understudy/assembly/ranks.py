@@ -233,9 +233,13 @@ async def forget_group() -> bool:
 
 
 async def _leave(thread: RankThread) -> None:
-    with suppress(Exception):
+    """Leaves the group, or abandons it. A collective that a lost rank has not joined blocks the trainer's stream
+    until then, and the engine, which closes later, waits for that stream."""
+    try:
         async with asyncio.timeout(_LEAVE_SECONDS):
             await asyncio.wrap_future(thread.submit(leave))
+    except Exception:
+        await forget_group()
 
 
 def _free_port(address: str) -> int:

@@ -18,6 +18,7 @@ from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
+from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.shard import join, leave
 
 
@@ -139,3 +140,20 @@ def test_a_group_that_raises_when_it_is_left_is_abandoned(
         assert group.size == 1 and group.gathered(b"ranks") == [b"ranks"]
     finally:
         leave()
+
+
+def test_ranks_that_cannot_leave_their_group_abandon_it_before_the_engine_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the trainer hung: a collective that the lost rank had not joined blocked its stream, for which the engine waits when it
+    closes, and the group was abandoned only after that."""
+
+    def lost_again() -> None:
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(assembled, "leave", lost_again)
+    thread = RankThread()
+    thread.submit(lambda: join(0, 1, f"file://{tmp_path / 'rendezvous'}")).result(60)
+    asyncio.run(assembled._leave(thread))
+    thread.close()
+    assert not torch.distributed.is_initialized()
