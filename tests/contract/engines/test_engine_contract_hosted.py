@@ -39,7 +39,7 @@ from understudy.observability.owned_folder import OwnedFolder
 from understudy.serving.client import Reply
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.frames import MAGIC, PREFIX
-from understudy.serving.supervisor import Restarts
+from understudy.serving.supervisor import RestartCount, Restarts
 from understudy.types.trajectory import StopReason
 
 
@@ -316,7 +316,10 @@ def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_
     async def body() -> None:
         async with hosted(make_model(), tmp_path) as (engine, processes):
             notes: list[str] = []
-            engine._restarts, engine._notify = Restarts(most=2, first_wait_s=0.05), notes.append
+            engine._restarts = dict.fromkeys(
+                engine._restarts, RestartCount(Restarts(most=2, first_wait_s=0.05))
+            )
+            engine._notify = notes.append
             (tmp_path / "student" / "config.json").write_text("{}")
             os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
             with pytest.raises(EngineError, match=r"no engine process is left.*cannot be loaded"):

@@ -13,7 +13,7 @@ from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoTokenizer
 
 import understudy
-from understudy.assembly import build
+from understudy.assembly import sessions
 from understudy.cli.main import main
 from understudy.observability.metrics import read_metrics, without_clock
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -214,7 +214,7 @@ def test_evaluations_have_the_budget_of_the_run_s_trajectories(
         made.append(Evaluator(*parts))
         return made[-1]
 
-    for module in (build, evaluate_model):
+    for module in (sessions, evaluate_model):
         monkeypatch.setattr(module, "Evaluator", recorded)
     data = tmp_path / "eval.jsonl"
     data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:4]) + "\n")
