@@ -1,4 +1,4 @@
-"""A run that is started together with the servers of its teachers: it waits for them, and ends at once where waiting is no use."""
+"""A run started before its external teacher servers: it waits for them, and ends at once where waiting cannot help."""
 
 import http.client
 import os
@@ -19,15 +19,15 @@ Make = Callable[..., dict[str, Any]]
 
 
 class Gateway(ThreadingHTTPServer):
-    """Before a teacher's server: answers requests with the statuses it was given, and passes on the rest."""
+    """A proxy before a teacher's server: answers some requests with given statuses and forwards the rest."""
 
     daemon_threads = True
 
     def __init__(self, behind: str, statuses: dict[str, list[int]], for_ever: int = 0) -> None:
-        """`statuses`: by a part of the path. `for_ever`: this status for every request."""
+        """`statuses`: by a part of the path, each used for one request. `for_ever`: a status for every request."""
         self.behind, self.statuses, self.for_ever = urlsplit(behind), statuses, for_ever
         self.answered: list[tuple[str, int]] = []
-        super().__init__(("127.0.0.1", 0), Passing, bind_and_activate=False)
+        super().__init__(("127.0.0.1", 0), GatewayHandler, bind_and_activate=False)
         self.server_bind()
 
     @property
@@ -39,7 +39,7 @@ class Gateway(ThreadingHTTPServer):
         return self.for_ever or next((statuses.pop(0) for statuses in waiting), 0)
 
 
-class Passing(BaseHTTPRequestHandler):
+class GatewayHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Gateway
 
@@ -85,29 +85,30 @@ def listening(gateway: Gateway) -> Iterator[None]:
         gateway.server_close()
 
 
-def with_teacher(recipe: Make, tmp_path: Path, name: str, url: str, **more: Any) -> Path:
+def recipe_with_teacher_url(recipe: Make, tmp_path: Path, name: str, url: str, **more: Any) -> Path:
     table = recipe(name, trainer__steps=1, **more)
     table["teachers"]["add"]["urls"] = [url]
     return write_toml(tmp_path / "recipe.toml", table)
 
 
-def test_a_run_waits_for_a_server_that_listens_later_and_then_loads(
+def test_a_run_waits_for_a_teacher_server_that_starts_later_and_then_loads_its_model(
     recipe: Make, tmp_path: Path, teacher_urls: dict[str, str]
 ) -> None:
-    """Refused connections, then 503 for everything, then 429 for the first scores."""
+    """Connections are refused at first, then /manifest is answered with 503 and 502, then /v1/score with 429
+    and 503."""
     gateway = Gateway(teacher_urls["add"], {"/manifest": [503, 502], "/v1/score": [429, 503]})
-    path = with_teacher(recipe, tmp_path, "later", gateway.url)
+    path = recipe_with_teacher_url(recipe, tmp_path, "later", gateway.url)
     process = start_cli("train", str(path), fork=False)
     try:
-        told = []
-        while not told or "waiting up to" not in told[-1]:
-            told.append(process.stdout.readline())  # type: ignore[union-attr]
-            assert told[-1], "".join(told)
+        printed = []
+        while not printed or "waiting up to" not in printed[-1]:
+            printed.append(process.stdout.readline())  # type: ignore[union-attr]
+            assert printed[-1], "".join(printed)
         with listening(gateway):
             output, _ = process.communicate(timeout=150)
     finally:
         process.kill()
-    output = "".join(told) + output
+    output = "".join(printed) + output
     assert process.returncode == 0, output
     waiting = f"teachers.add.urls: waiting up to 180 s (cluster.start_timeout_seconds) for {gateway.url}: Connection refused"
     assert output.count("waiting up to") == 1 and waiting in " ".join(output.split()), output
@@ -116,12 +117,14 @@ def test_a_run_waits_for_a_server_that_listens_later_and_then_loads(
     assert [one for one in statuses if one != 200] == [503, 502, 429, 503]
 
 
-def test_after_the_limit_nothing_is_left_and_the_error_says_what_to_set(
+def test_after_the_start_timeout_the_error_names_the_setting_and_no_run_directory_is_left(
     recipe: Make, tmp_path: Path, teacher_urls: dict[str, str]
 ) -> None:
     gateway = Gateway(teacher_urls["add"], {}, for_ever=503)
     with listening(gateway):
-        path = with_teacher(recipe, tmp_path, "never", gateway.url, cluster__start_timeout_seconds=1.5)
+        path = recipe_with_teacher_url(
+            recipe, tmp_path, "never", gateway.url, cluster__start_timeout_seconds=1.5
+        )
         code, output = call_cli("train", str(path))
     said = " ".join(output.split())
     assert code == 2 and "Traceback" not in said
@@ -133,29 +136,31 @@ def test_after_the_limit_nothing_is_left_and_the_error_says_what_to_set(
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_what_waiting_does_not_mend_ends_the_start_at_once(
+def test_a_teacher_server_that_answers_401_or_404_ends_the_start_at_once(
     recipe: Make, tmp_path: Path, teacher_urls: dict[str, str], status: int
 ) -> None:
-    """The limit is longer than the test's own."""
+    """The start timeout is far longer than the test's own timeout."""
     gateway = Gateway(teacher_urls["add"], {}, for_ever=status)
     with listening(gateway):
-        path = with_teacher(recipe, tmp_path, "wrong", gateway.url, cluster__start_timeout_seconds=9e5)
+        path = recipe_with_teacher_url(
+            recipe, tmp_path, "wrong", gateway.url, cluster__start_timeout_seconds=9e5
+        )
         code, output = call_cli("train", str(path))
     assert code == 2 and str(status) in output and "aiting up to" not in output, output
 
 
-def test_a_host_that_does_not_exist_ends_the_start_at_once(recipe: Make, tmp_path: Path) -> None:
-    path = with_teacher(
+def test_a_teacher_host_that_does_not_exist_ends_the_start_at_once(recipe: Make, tmp_path: Path) -> None:
+    path = recipe_with_teacher_url(
         recipe, tmp_path, "wrong", "http://no-such-host.invalid:8000", cluster__start_timeout_seconds=9e5
     )
     code, output = call_cli("train", str(path))
     assert code == 2 and "error: teachers.add.urls: no server accepts connections at" in output, output
 
 
-def test_an_interrupt_ends_the_wait_at_once(recipe: Make, tmp_path: Path) -> None:
+def test_sigint_ends_the_wait_for_a_teacher_server_at_once(recipe: Make, tmp_path: Path) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        path = with_teacher(
+        path = recipe_with_teacher_url(
             recipe,
             tmp_path,
             "stopped",
@@ -164,10 +169,10 @@ def test_an_interrupt_ends_the_wait_at_once(recipe: Make, tmp_path: Path) -> Non
         )
         process = start_cli("train", str(path), fork=False)
         try:
-            told = [""]
-            while "waiting up to" not in told[-1]:
-                told.append(process.stdout.readline())  # type: ignore[union-attr]
-                assert told[-1], "".join(told)
+            printed = [""]
+            while "waiting up to" not in printed[-1]:
+                printed.append(process.stdout.readline())  # type: ignore[union-attr]
+                assert printed[-1], "".join(printed)
             os.kill(process.pid, signal.SIGINT)
             output, _ = process.communicate(timeout=60)
         finally:

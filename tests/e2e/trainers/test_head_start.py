@@ -1,4 +1,4 @@
-"""While teachers score a step's rows the student reads them already, and no number shows it."""
+"""The head start: the student reads a step's rows while teachers still score them. The metrics do not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., dict[str, Any]]
     ],
     ids=["one-update", "several", "lanes"],
 )
-def test_reading_ahead_changes_no_number(
+def test_the_head_start_does_not_change_the_metrics(
     recipe: Make, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     ahead = understudy.train(recipe("ahead", trainer__steps=2, **more), progress=False)
