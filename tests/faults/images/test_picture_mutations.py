@@ -1,10 +1,10 @@
-"""The tests of sharing can fail: each place that shares forgets the pictures in a copy of the package, and a test with
-equal ids and different pictures must go red."""
+"""Mutations of the code that shares results between rows: in a copy of the package, each makes the code ignore the
+pictures, and a test with equal ids and different pictures must fail."""
 
 from pathlib import Path
 
 import pytest
-from mutations import Mutation, check_goes_red
+from mutations import Mutation, assert_test_fails
 
 IMAGES = "unit/images"
 SHARING = f"{IMAGES}/test_sharing.py"
@@ -97,5 +97,5 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_place_that_forgets_the_pictures_is_noticed(name: str, tmp_path: Path) -> None:
-    check_goes_red(name, MUTATIONS[name], tmp_path)
+def test_a_test_fails_when_code_that_shares_results_ignores_the_pictures(name: str, tmp_path: Path) -> None:
+    assert_test_fails(name, MUTATIONS[name], tmp_path)

@@ -1,4 +1,4 @@
-"""What `run.determinism = "full"` asks of torch on a GPU: the same bits from attention, forward and backward, in any order of execution."""
+"""Attention on a GPU under `run.determinism = "full"`: repeated forward and backward passes give the same bits."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ def repeatable() -> Iterator[None]:
         pytest.param(True, False, id="cuDNN, forward"),
     ],
 )
-def test_attention_repeats_to_the_bit(grouped: bool, learns: bool) -> None:
+def test_repeated_attention_gives_the_same_bits(grouped: bool, learns: bool) -> None:
     groups = in_groups(LENGTHS)
     assert groups is not None
     table = torch.from_numpy(groups.table_G3) if grouped else NO_GROUPS
@@ -44,18 +44,18 @@ def test_attention_repeats_to_the_bit(grouped: bool, learns: bool) -> None:
     query, slope = (drawn(HEADS, generator) for _ in range(2))
     key, value = (drawn(KEY_HEADS, generator) for _ in range(2))
 
-    def once() -> list[Tensor]:
+    def compute() -> list[Tensor]:
         leaves = [one.clone().requires_grad_(learns) for one in (query, key, value)]
         mixed, _ = grouped_attention(*leaves, table, bounds, int(LENGTHS.max()), SIZE**-0.5, learns)
         return [mixed, *(torch.autograd.grad(mixed, leaves, slope) if learns else ())]
 
-    first = once()
+    first = compute()
     for _ in range(TIMES):
-        assert all(torch.equal(one, other) for one, other in zip(first, once(), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first, compute(), strict=True))
 
 
 @pytest.mark.usefixtures("repeatable")
-def test_a_student_does_not_learn_through_kernels_that_do_not_repeat() -> None:
+def test_grouped_attention_is_not_used_for_training_under_full_determinism() -> None:
     config = LlamaConfig(hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
     assert not takes_groups(torch.device("cuda", 0), torch.bfloat16, config, learns=True)
 
