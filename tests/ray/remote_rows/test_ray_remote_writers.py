@@ -135,7 +135,7 @@ def test_a_suspended_worker_that_continues_after_its_replacement_changes_nothing
     supervisor.kill()
     while "is begun again" not in log.read_text():
         steps_done()
-    # Ray ends the processes of a killed supervisor sooner or later. Then the worker cannot continue; the rest still holds.
+    # Ray ends the processes of a killed supervisor sooner or later. Then the worker cannot continue.
     with suppress(psutil.NoSuchProcess):
         assert stopped.status() == psutil.STATUS_STOPPED, "the worker should still be suspended"
         stopped.resume()
