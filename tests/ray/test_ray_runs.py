@@ -176,5 +176,5 @@ async def _no_teacher_process_left() -> bool:
     return not [
         child
         for child in psutil.Process().children(recursive=True)
-        if "teacher.server" in " ".join(child.cmdline())
+        if "teacher.replica.server" in " ".join(child.cmdline())
     ]

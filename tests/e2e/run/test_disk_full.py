@@ -119,7 +119,8 @@ def test_a_full_disk_for_weights_is_reported_by_train_and_by_export(recipe: Make
     path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
     code, output = run_with_file_size_limit("train", str(path), "--quiet", room=1 << 20)
     assert code == 2 and "cannot be written: File too large" in output and "unexpected" not in output, output
-    code, output = run_cli("resume" if (run / "recipe.json").exists() else "train", str(run), "--quiet")
+    again = ("resume", str(run)) if (run / "recipe.json").exists() else ("train", str(path))
+    code, output = run_cli(*again, "--quiet")
     assert code == 0, output
     code, output = run_with_file_size_limit("export", str(run), str(tmp_path / "out"), room=1 << 20)
     assert code == 2 and "could not export" in output and "unexpected" not in output, output
