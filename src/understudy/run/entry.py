@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from understudy.cluster import fork_server
+from understudy.cluster.spare_processes import prepared_spares
 from understudy.config import ClusterConfig, TeacherConfig
 from understudy.run.own_thread import OwnThread, inside_a_running_loop
 from understudy.trainers.early_interrupt import give_back_sigint, remembering_interrupts
@@ -34,8 +35,13 @@ def early_fork_server(cluster: ClusterConfig, teachers: Mapping[str, TeacherConf
         if cluster.backend != "local" or not own:
             yield
             return
-        threads = Counter(teacher.threads for teacher in own).most_common(1)[0][0]
-        with fork_server.prepared({"OMP_NUM_THREADS": str(threads)}):
+        processes = Counter[int]()
+        for teacher in own:
+            alone = teacher.placement not in ("trainer", "engine")
+            processes[teacher.threads] += alone * teacher.replicas * teacher.tensor_parallel
+        threads, count = processes.most_common(1)[0]
+        env = {"OMP_NUM_THREADS": str(threads)}
+        with fork_server.prepared(env), prepared_spares(env, count):
             yield
 
 
