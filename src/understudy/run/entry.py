@@ -28,8 +28,9 @@ from understudy.trainers.early_interrupt import give_back_sigint, remembering_in
 
 @contextmanager
 def early_fork_server(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
-    """The fork server for the native replicas that this run will start on this machine, if there are any. An
-    interrupt while the block imports its modules ends it when the run would start."""
+    """The fork server, or the spare processes, for the native replicas that this run will start on this machine, if
+    there are any. They import while the block checks the recipe and imports its own modules. An interrupt meanwhile
+    ends the block when the run would start."""
     own = [teacher for teacher in teachers.values() if not teacher.urls and not teacher.starts_vllm]
     with remembering_interrupts():
         if cluster.backend != "local" or not own:
