@@ -28,12 +28,13 @@ def run(options: argparse.Namespace) -> int:
 
     from understudy.cli.outcome import finish
     from understudy.cli.reading import recipe_to_run
-    from understudy.run.entry import run_to_its_end
+    from understudy.run.entry import importing, run_to_its_end
 
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     next_command = f"understudy train {path} {_NEXT}"
     with recipe_to_run(path, options.overrides) as recipe:
-        from understudy.run.launch import launch
+        with importing():
+            from understudy.run.launch import launch
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
     if code == 0:  # a stopped run has already printed how to continue

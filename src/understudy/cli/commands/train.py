@@ -9,7 +9,7 @@ from pathlib import Path
 from understudy.cli.outcome import finish
 from understudy.cli.reading import recipe_to_run
 from understudy.observability.rundir import RunDir
-from understudy.run.entry import run_to_its_end
+from understudy.run.entry import importing, run_to_its_end
 
 EXAMPLE = "understudy train recipe.toml trainer.steps=20"
 
@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         if options.view and recipe.run.dir is None:
             folder = RunDir.fresh_path(recipe.run.name)
             recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
-        from understudy.run.launch import launch
+        with importing():
+            from understudy.run.launch import launch
 
         if options.view:
             from understudy.viewer.serve import served_beside
