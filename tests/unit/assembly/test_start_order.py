@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from understudy.assembly import build as building
 from understudy.assembly import engine_and_teachers
 from understudy.assembly.build import build
 from understudy.cluster.local import LocalProcesses
@@ -46,6 +47,35 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
             with pytest.raises(Enough):
                 async with build(recipe, run, processes, LiveView(2, enabled=False)):
                     pass
+        finally:
+            await processes.close()
+
+    asyncio.run(body())
+
+
+def test_replicas_start_while_the_student_is_loaded_and_end_with_a_student_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}"])
+
+    async def body() -> None:
+        run = RunDir.create(recipe.run.dir, recipe.run.name)
+        processes, started = LocalProcesses(run.logs, 60.0), []
+
+        async def load_inputs(*arguments: Any) -> NoReturn:
+            async with asyncio.timeout(60):
+                while len(processes.children) < len(recipe.teachers):
+                    await asyncio.sleep(0.02)
+            started.extend(processes.children.values())
+            raise Enough
+
+        monkeypatch.setattr(building, "load_inputs", load_inputs)
+        try:
+            with pytest.raises(Enough):
+                async with build(recipe, run, processes, LiveView(2, enabled=False)):
+                    pass
+            assert started and not processes.children
+            assert not any(child.alive for child in started)
         finally:
             await processes.close()
 

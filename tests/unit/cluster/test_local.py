@@ -15,6 +15,7 @@ import pytest
 
 from understudy.cluster import fork_server
 from understudy.cluster.local import LocalProcesses
+from understudy.cluster.spare_processes import SpareProcesses
 from understudy.errors import ChildDied, ClusterError
 
 CHILD = textwrap.dedent("""
@@ -44,12 +45,16 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "child_for_test"
 
 
-@pytest.fixture(params=["started", "forked"], autouse=True)
+@pytest.fixture(params=["started", "forked", "spare"], autouse=True)
 def way(
     request: pytest.FixtureRequest, child_module: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fork_server.ForkServer | None]:
-    """Every promise holds whether a child is a program of its own or a fork of the fork server."""
-    own = fork_server.ForkServer({}, modules=()) if request.param == "forked" else None
+) -> Iterator[fork_server.ProcessSource | None]:
+    """Every promise holds whether a child is a program of its own, a fork of the fork server or was a spare process."""
+    own: fork_server.ProcessSource | None = None
+    if request.param == "forked":
+        own = fork_server.ForkServer({}, modules=())
+    elif request.param == "spare":
+        own = SpareProcesses({}, 1, modules=())
     monkeypatch.setattr(fork_server, "_SERVER", own)
     yield own
     if own is not None:
@@ -68,13 +73,15 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_start_and_stop(tmp_path: Path, child_module: str, way: fork_server.ForkServer | None) -> None:
+def test_start_and_stop(tmp_path: Path, child_module: str, way: fork_server.ProcessSource | None) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", child_module, [])
         assert child.alive and child.ready["url"] == "here"
         seen = psutil.Process(child.process.pid)
-        assert (seen.ppid() == os.getpid()) is (way is None) and os.getsid(seen.pid) == seen.pid
+        assert (seen.ppid() == os.getpid()) is not isinstance(way, fork_server.ForkServer) and os.getsid(
+            seen.pid
+        ) == seen.pid
         assert {"-m", child_module} <= set(seen.cmdline())
         with pytest.raises(ClusterError, match="runs already"):
             await processes.start("one", child_module, [])
@@ -161,7 +168,7 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
 
 
 def test_a_file_in_the_working_directory_does_not_hide_a_module_of_python(
-    tmp_path: Path, child_module: str, way: fork_server.ForkServer | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, child_module: str, way: fork_server.ProcessSource | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The `understudy` program does not look there either, so a user's `argparse.py` there went unseen until a child started."""
     (tmp_path / "work").mkdir()
