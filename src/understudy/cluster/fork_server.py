@@ -8,9 +8,8 @@ session, a log and a pipe to its launcher, as any child does (`local.py`). It do
 once it runs.
 
 Used only on Linux without a visible GPU: whether a fork may use a GPU depends on what libraries did at import. With
-a GPU, spare processes take its place (`spare_processes.py`). A
-child is started as a plain subprocess if its environment differs in variables that libraries read when they
-load (`_READ_AT_LOAD`).
+a GPU, spare processes take its place (`spare_processes.py`). A child is started as a plain subprocess if its
+environment differs in variables that libraries read when they load (`_READ_AT_LOAD`).
 """
 
 from __future__ import annotations
