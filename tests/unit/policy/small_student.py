@@ -140,7 +140,7 @@ def token_mean(batch: Batch) -> Jagged:
 
 
 def cross_entropy(head: StudentHead, inputs: LossInputs) -> LossOutput:
-    """The mean of −log q(y). Its gradient reaches every weight."""
+    """The weighted sum of −log q(y). Its gradient reaches every weight."""
     logprobs_NV = logits_of(head).log_softmax(-1)
     sampled_N = logprobs_NV.gather(1, inputs.token_ids_N[:, None])[:, 0]
     loss = -(inputs.weights_N * sampled_N).sum()
