@@ -39,11 +39,11 @@ def facts(change: Callable[[int], Line] = lambda step: {}, **given: Any) -> RunF
     return RunFacts(History(lines), given.pop("recipe", recipe), **given)
 
 
-def test_a_healthy_run_gets_no_advice() -> None:
+def test_a_healthy_run_gets_no_advisory() -> None:
     assert advise(facts(free_bytes=100 << 30, checkpoint_bytes=1 << 30)) == []
 
 
-def test_a_run_of_a_few_steps_gets_no_advice() -> None:
+def test_a_run_of_a_few_steps_gets_no_advisory() -> None:
     lines = [{"step": 1, "actor/loss": 1.0, "response_length/clip_ratio": 1.0, "critic/score/mean": 0.0}]
     assert advise(RunFacts(History(lines))) == [] == advise(RunFacts(History()))
 

@@ -29,7 +29,7 @@ REMOTE_ENGINES = QUEUE | CPU_POOL | {"rollout.processes": 2, "cluster.roles.roll
 
 
 def recipe(keys: dict[str, Any]) -> Recipe:
-    """A recipe with these dotted keys and the least of others."""
+    """A recipe with these dotted keys and as few others as possible."""
     table: dict[str, Any] = {}
     for key, value in ({"student.model": STUDENT, "data.train": "d.jsonl"} | keys).items():
         *sections, name = key.split(".")

@@ -137,7 +137,7 @@ def test_the_files_named_by_config_name_and_its_defaults_are_merged(tmp_path: Pa
         assert source.not_read == ["ppo_trainer", "actor@x.actor: other"]
 
 
-def test_the_command_that_trains_is_found_among_others(tmp_path: Path) -> None:
+def test_the_training_command_is_found_among_other_commands(tmp_path: Path) -> None:
     text = (
         "python3 prepare.py --out data\n"
         "python3 -m verl.trainer.main_ppo a.b=1 a.c=$X \\\n"

@@ -323,7 +323,7 @@ def test_arguments_that_are_no_trl_source_are_refused(arguments: list[str]) -> N
         read_trl(arguments)
 
 
-def test_a_colocated_engine_shares_the_gpus_that_train() -> None:
+def test_a_colocated_engine_shares_the_training_gpus() -> None:
     found = recipe_of("DistillationConfig", use_vllm=True, num_processes=4, vllm_tensor_parallel_size=2)
     assert found["rollout.devices"] == ["0,1", "2,3"] and found["rollout.replicas"] == 2
     server = draft_of("DistillationConfig", use_vllm=True, vllm_mode="server", vllm_server_host="h")

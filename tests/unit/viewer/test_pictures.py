@@ -78,7 +78,7 @@ def test_a_picture_is_served_with_its_stored_bytes_and_its_type(
         "0" * 64 + "%0a",
     ],
 )
-def test_only_hashes_of_stored_pictures_are_answered(
+def test_only_hashes_of_stored_pictures_are_served(
     viewed_run: tuple[RunView, dict[str, str], TestClient], name: str
 ) -> None:
     assert viewed_run[2].get(f"/secret/media/{name}").status_code == 404

@@ -188,7 +188,7 @@ def test_the_view_is_reset_when_a_run_begins_again_at_step_0(tmp_path: Path) -> 
 
 
 def test_the_view_offers_only_commands_that_would_work(tmp_path: Path) -> None:
-    """A run without held-out problems has no best checkpoint and nothing to evaluate on."""
+    """A run without held-out problems has no best checkpoint and cannot be evaluated."""
     run = recorded_run(tmp_path / "run")
     assert opened(run).summary()["commands"] == {}
     (run.checkpoints / "step-000012").mkdir()

@@ -21,7 +21,7 @@ def bytes_tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", ["plain words", "naïve café €", "مرحبا \u202e x", "👩‍🚀 two\n\nlines"])
-def test_pieces_join_to_the_text(bytes_tokenizer: Path, text: str) -> None:
+def test_the_pieces_of_tokens_join_to_the_decoded_text(bytes_tokenizer: Path, text: str) -> None:
     ids = Tokenizer.from_file(str(bytes_tokenizer)).encode(text).ids
     pieces = TokenText(bytes_tokenizer).pieces(ids)
     assert "".join(pieces) == text and len(pieces) == len(ids)

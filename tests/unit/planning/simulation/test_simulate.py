@@ -41,8 +41,8 @@ def test_a_sync_step_is_the_sum_of_its_phases(batching: SimulatedBatching) -> No
     assert found.occupancy == pytest.approx(generate / step)
 
 
-def test_a_sync_step_with_prompts_several_devices_and_waves() -> None:
-    """Two engines of 8 places, 32 rows: two waves each; the prompt pass delays every row of the engine."""
+def test_a_sync_step_of_more_rows_than_engine_slots_is_simulated_in_waves() -> None:
+    """Two engines with 8 slots, 32 rows: two waves each; the prompt pass delays every row of the engine."""
     costs = Costs(
         StepTime.affine(0.02), prefill_token=0.001, host_row=0.0, score_token=0.0001, update_token=0.001
     )
@@ -64,7 +64,7 @@ def test_the_head_start_during_scoring_shortens_a_sync_step_and_not_an_async_one
 
 
 def test_sync_waits_for_one_straggler_and_staleness_hides_it() -> None:
-    """31 rows of 10 tokens and one of 310 in every batch, at 10 ms a token whatever the batch."""
+    """31 rows of 10 tokens and one of 310 in every batch, at 10 ms per token for any batch size."""
     costs = Costs(StepTime.affine(0.01), update_fixed=1.0)
     work = Work((*[10] * 31, 310), max_batch=32)
     straggling = simulate(costs, work, sync_windows(32, 64), Split(1, 1, 0))
@@ -194,7 +194,7 @@ def test_staleness_zero_is_simulated_as_sync() -> None:
     assert simulate(COSTS, work, Windows(32, 1, 0.0, 10), Split(1, 1, 4)) == sync
 
 
-def test_without_partial_rollouts_a_publish_waits_for_the_rows_that_run() -> None:
+def test_without_partial_rollouts_a_publish_waits_for_the_running_rows() -> None:
     """Two windows of slots, rows of 1 s, an update of 0.4 s: with the drain, every publish comes after the newest rows."""
     costs = Costs(StepTime.affine(0.01), update_fixed=0.4, publish=0.1)
     schedule = Windows(8, 1, 1.0, 40)

@@ -43,7 +43,7 @@ def save_base(folder: Path) -> Path:
     return folder
 
 
-def test_load_gives_a_model_without_dropout(base: Path) -> None:
+def test_load_student_gives_a_model_without_dropout(base: Path) -> None:
     student = load_student(str(base), "float32", "cpu")
     assert student.context_length == 64 == context_length(student.model)
     assert student.tokenizer.eos_token_id == 2

@@ -37,7 +37,7 @@ def test_plan_respects_the_budget_and_takes_every_row_once() -> None:
                 assert cost <= budget or len(group) == 1
 
 
-def test_plan_depends_on_keys_not_on_order() -> None:
+def test_plan_does_not_depend_on_the_order_of_rows() -> None:
     lengths, keys = [3, 3, 3, 5, 2, 3], ["c", "a", "b", "x", "y", "d"]
     turned = [5, 3, 0, 2, 4, 1]
     one = plan_microbatches(lengths, keys, 7)

@@ -254,7 +254,7 @@ def test_a_batch_is_unchanged_after_packing_and_unpacking() -> None:
         assert torch.equal(sent.offsets, got.offsets)
 
 
-def test_rows_are_dealt_evenly_and_by_key() -> None:
+def test_deal_rows_balances_tokens_over_ranks_and_does_not_depend_on_the_order_of_rows() -> None:
     lengths = [5, 1, 9, 9, 2, 7, 3]
     keys = list("gfedcba")
     shares = deal_rows(range(7), lengths, keys, 3)
