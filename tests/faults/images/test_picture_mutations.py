@@ -91,7 +91,7 @@ MUTATIONS = {
         "viewer/rows.py",
         '"".join([str(line.get("prompt", "")), *media_of(line)])',
         'str(line.get("prompt", ""))',
-        "unit/viewer/test_pictures.py::test_equal_words_with_other_pictures_are_another_prompt",
+        "unit/viewer/test_pictures.py::test_prompts_with_equal_text_and_different_pictures_are_different_prompts",
     ),
 }
 

@@ -26,7 +26,7 @@ def student(device: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:a", "cuda:-1", "cuda:01", "CUDA", "gpu", "", "mps"])
-def test_a_device_nobody_knows_is_refused_by_the_recipe(device: str) -> None:
+def test_an_unknown_device_is_refused_by_the_recipe(device: str) -> None:
     expected = f"{device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'"
     with pytest.raises(ConfigError) as caught:
         recipe({"device": device}, student=student(device))
@@ -35,7 +35,7 @@ def test_a_device_nobody_knows_is_refused_by_the_recipe(device: str) -> None:
 
 
 @pytest.mark.parametrize("devices", ["cuda:1", "", "1,", "one"])
-def test_gpus_of_engines_are_named_as_cuda_names_them(devices: str) -> None:
+def test_rollout_devices_must_be_named_as_in_cuda_visible_devices(devices: str) -> None:
     with pytest.raises(
         ConfigError, match=r"`rollout.devices\[0\]` = .*expected GPUs as CUDA_VISIBLE_DEVICES"
     ):
@@ -63,39 +63,41 @@ def test_gpus_of_engines_are_named_as_cuda_names_them(devices: str) -> None:
         (0, recipe(cluster={"pools": {"p": {"cpus_per_node": 9999}}}), r"ask for 9999 CPUs \(p 9999\)"),
     ],
 )
-def test_a_machine_that_is_too_small_is_named_with_what_it_has(gpus: int, one: Recipe, message: str) -> None:
+def test_a_recipe_that_needs_more_devices_than_the_machine_has_is_refused_with_both_numbers(
+    gpus: int, one: Recipe, message: str
+) -> None:
     with pytest.raises(ClusterError, match=message):
         seat(one, gpus, cpus=8)
     seat(one, 8, cpus=9999)
 
 
-def test_what_asks_for_no_gpu_is_content_without_one() -> None:
+def test_a_recipe_that_asks_for_no_gpu_is_seated_on_a_machine_without_one() -> None:
     for fine in (
         recipe(trainer={"ranks": 4}),
         recipe({"device": "cpu", "tensor_parallel": 2}, student=student("cpu")),
     ):
         assert seat(fine, 0).gpus(STUDENT, 0) == []
     assert seat(recipe({"device": "cpu"}, student=student("cpu"), trainer={"ranks": 4}), 1).claims == {}
-    elsewhere = {"placement": "external", "urls": ["http://h:1"]}
-    assert seat(recipe(elsewhere), 0).claims == {}
+    external = {"placement": "external", "urls": ["http://h:1"]}
+    assert seat(recipe(external), 0).claims == {}
 
 
-def test_on_ray_only_the_trainers_own_machine_is_looked_at() -> None:
+def test_on_ray_only_roles_on_the_trainers_machine_are_checked_against_its_gpus() -> None:
     pools = {"nodes": 2, "gpus_per_node": 4}
     cluster = {"backend": "ray", "pools": {"scoring": pools}}
-    far = recipe({"placement": "pool", "pool": "scoring", "device": "cuda"}, cluster=cluster)
-    assert seat(beside_the_trainer(far), 0).claims == {}
+    pooled = recipe({"placement": "pool", "pool": "scoring", "device": "cuda"}, cluster=cluster)
+    assert seat(beside_the_trainer(pooled), 0).claims == {}
     here = recipe(student=student("cuda"), cluster={"backend": "ray"})
     with pytest.raises(ClusterError, match=r"student\.device = 'cuda': this machine has no GPU"):
         seat(beside_the_trainer(here), 0)
 
 
-def test_a_pool_on_ray_says_over_how_many_machines_it_goes() -> None:
+def test_a_pool_on_ray_must_set_its_number_of_nodes() -> None:
     with pytest.raises(
         ConfigError, match=r"cluster\.pools\.p\.nodes is missing: .* machines of the Ray cluster"
     ):
         recipe(cluster={"backend": "ray", "pools": {"p": {"gpus_per_node": 4}}})
-    recipe(cluster={"pools": {"p": {"gpus_per_node": 4}}})  # on one machine there is nothing to say
+    recipe(cluster={"pools": {"p": {"gpus_per_node": 4}}})  # on one machine the number is known
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_pool_on_ray_says_over_how_many_machines_it_goes() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_gpu_in_a_pool_without_any_is_refused_and_not_a_cpu_instead(
+def test_a_role_on_cuda_in_a_pool_without_gpus_is_refused_instead_of_moved_to_a_cpu(
     teacher: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     cluster = {"pools": {"p": {"cpus_per_node": 4}}, "roles": sections.pop("roles", {})}
@@ -118,7 +120,7 @@ def test_a_gpu_in_a_pool_without_any_is_refused_and_not_a_cpu_instead(
         seat(recipe(teacher, cluster=cluster, **sections), None)
 
 
-def test_plan_and_train_refuse_and_write_nothing(
+def test_plan_and_train_refuse_a_missing_gpu_and_create_no_run_directory(
     quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -134,7 +136,9 @@ def test_plan_and_train_refuse_and_write_nothing(
     assert main(["check", *arguments]) == 0, "a recipe for another machine is sound"
 
 
-def test_gpus_that_torch_cannot_use_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_whether_gpus_are_missing_or_torch_cannot_use_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch
 
     from understudy.assembly.this_machine import gpu_names

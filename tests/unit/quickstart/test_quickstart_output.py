@@ -1,4 +1,4 @@
-"""The quickstart says something before it has loaded anything heavy, and what it ends with does not mislead."""
+"""What the quickstart prints: its first line before heavy imports, its note, and the next experiment it suggests."""
 
 import re
 import signal
@@ -12,8 +12,8 @@ from understudy.config.recipe import load_recipe
 RECIPE = Path(quickstart.__file__).parents[2] / "assets/quickstart/recipe.toml"
 
 
-def test_first_words_come_before_heavy_imports() -> None:
-    """What loads before them is counted, not timed: machines under load are slow."""
+def test_quickstart_prints_its_first_line_before_heavy_imports() -> None:
+    """Checks the imported modules instead of the time, because a machine under load is slow."""
     script = (
         "import sys\n"
         "import understudy.cli.main as command\n"
@@ -30,7 +30,7 @@ def test_first_words_come_before_heavy_imports() -> None:
     assert done.stdout.strip() == "[]", done.stdout
 
 
-def test_an_early_interrupt_is_one_word() -> None:
+def test_an_early_interrupt_prints_interrupted_and_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "understudy.cli.main", "quickstart"],
         stderr=subprocess.PIPE,
@@ -47,7 +47,7 @@ def test_an_early_interrupt_is_one_word() -> None:
     assert rest.strip().splitlines()[-1] == "interrupted" and "Traceback" not in rest
 
 
-def test_the_note_explains_how_sums_are_written() -> None:
+def test_the_note_of_the_recipe_has_a_correct_example_of_a_reversed_sum() -> None:
     note = load_recipe(RECIPE).run.note or ""
     a, b, written, read = re.search(
         r"(\d+)\+(\d+)= is rightly answered (\d+), which reads (\d+)", note
@@ -55,8 +55,8 @@ def test_the_note_explains_how_sums_are_written() -> None:
     assert int(a) + int(b) == int(read) and written == read[::-1]
 
 
-def test_the_next_experiment_is_one_that_works() -> None:
-    """docs/results.md: reverse KL, policy gradients and GRPO are far behind on these models."""
+def test_the_suggested_next_experiment_uses_forward_kl() -> None:
+    """Reverse KL, policy gradients and GRPO are much worse on these models (docs/results.md)."""
     overrides = quickstart._NEXT.partition("#")[0].split()
     loss = load_recipe(RECIPE, overrides).loss
     assert loss.kind == "forward_kl" and loss.task_coef == 0 and not loss.policy_gradient

@@ -1,4 +1,4 @@
-"""Processes that share a GPU are found; one that has a GPU alone is not among them."""
+"""`sharing` names the processes that share a GPU."""
 
 import pytest
 
@@ -23,5 +23,5 @@ def test_processes_on_one_gpu_share_it(device: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", 2), ("auto", 0), ("cpu", 1)])
-def test_a_process_with_a_gpu_alone_shares_none(device: str, gpus: int) -> None:
+def test_processes_on_different_gpus_or_without_one_share_none(device: str, gpus: int) -> None:
     assert sharing(seat(recipe(device), gpus).placement) is None

@@ -1,4 +1,4 @@
-"""What may change in a run that is resumed."""
+"""Which keys of the recipe may change when a run is resumed."""
 
 import json
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.open(tmp_path)
 
 
-def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
+def test_allowed_changes_are_listed_with_their_reasons(run: RunDir) -> None:
     recipe, changes = changed_recipe(
         run, ["trainer.steps=400", "teachers.add.replicas=3", "run.loggers=['wandb']", "trainer.ranks=2"]
     )
@@ -43,7 +43,7 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("key", ["student.model", "teachers.add.model", "data.train"])
-def test_files_that_were_only_moved_can_be_linked(run: RunDir, key: str) -> None:
+def test_a_refused_change_of_a_path_suggests_a_symbolic_link(run: RunDir, key: str) -> None:
     with pytest.raises(ConfigError, match="put a symbolic link at the old one"):
         changed_recipe(run, [f"{key}=moved"])
     with pytest.raises(ConfigError) as error:
@@ -51,7 +51,7 @@ def test_files_that_were_only_moved_can_be_linked(run: RunDir, key: str) -> None
     assert "symbolic link" not in str(error.value)
 
 
-def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
+def test_a_change_of_passes_names_the_steps_that_they_replace(run: RunDir) -> None:
     recipe, (change,) = changed_recipe(run, ["trainer.passes=3"])
     assert recipe.trainer.passes == 3
     message = "trainer.passes = 3.0 (how far the run goes; in place of trainer.steps = 100)"
@@ -73,7 +73,9 @@ def test_passes_say_what_they_are_in_place_of(run: RunDir) -> None:
         ("rollout.max_new_tokens=9", "other rules"),
     ],
 )
-def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, why: str) -> None:
+def test_changes_that_alter_the_training_are_refused_with_the_reason(
+    run: RunDir, override: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         changed_recipe(run, [override, "trainer.steps=400"])
     (problem,) = caught.value.problems
@@ -98,11 +100,11 @@ def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, 
         (10, 20, 20, None),
     ],
 )
-def test_a_window_that_was_begun_keeps_its_updates(
+def test_a_change_of_steps_may_not_cut_a_window_of_several_updates(
     run: RunDir, saved: int, before: int, after: int, message: str | None
 ) -> None:
-    """Its rows are taken for all of its updates. One update used to train several batches at once, or to wait for rows that
-    nobody wrote."""
+    """The rows of a window are taken for all of its updates. Once, one update trained several batches at once, or waited for
+    rows that no process wrote."""
     (run.checkpoints / f"step-{saved:06d}").mkdir(parents=True)
     (run.checkpoints / f"step-{saved:06d}" / "manifest.json").touch()
     old, new = (
@@ -117,7 +119,7 @@ def test_a_window_that_was_begun_keeps_its_updates(
     "override",
     ["rollout.processes=2", "rollout.workers=2", "rollout.deadline_seconds=5", "cluster.restarts.rollout=1"],
 )
-def test_who_writes_rows_may_change(run: RunDir, override: str) -> None:
+def test_settings_of_rollout_processes_may_change(run: RunDir, override: str) -> None:
     recipe, (change,) = changed_recipe(run, [override])
     assert change.key == override.split("=")[0]
     assert flatten(recipe.model_dump())[change.key] == change.after != change.before
@@ -129,7 +131,7 @@ def resumable(folder: Path, **sections: dict[str, Any]) -> RunDir:
     return RunDir.open(folder)
 
 
-def test_what_counts_as_solved_may_change_unless_a_teacher_reads_it(tmp_path: Path) -> None:
+def test_solved_at_may_change_unless_the_prompt_of_a_teacher_reads_the_solution(tmp_path: Path) -> None:
     def with_prompt(prompt: str) -> RunDir:
         teachers = {"add": {"model": "teacher", "key": "add", "prompt": prompt}}
         (tmp_path / "recipe.json").write_text(
@@ -146,7 +148,7 @@ def test_what_counts_as_solved_may_change_unless_a_teacher_reads_it(tmp_path: Pa
 
 
 def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_it_did_not_set(tmp_path: Path) -> None:
-    """recipe.json lists every key, and one of them may have been removed since."""
+    """recipe.json lists every key, and a key may have been removed from the project since."""
     run = resumable(tmp_path, rollout={"agent_options": {"own:Loop": {"nested": {"flag": False}}}})
     table = json.loads(run.recipe.read_text())
     table["trainer"]["lend_after"] = None
@@ -171,7 +173,7 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_it_did_not
     ]
 
 
-def test_servers_may_have_moved(tmp_path: Path) -> None:
+def test_the_addresses_of_rollout_servers_may_change(tmp_path: Path) -> None:
     run = resumable(tmp_path, rollout={"engine": "vllm", "urls": ["http://10.0.0.1:8000"]})
     changed, changes = changed_recipe(
         run,
@@ -187,7 +189,9 @@ def test_servers_may_have_moved(tmp_path: Path) -> None:
         changed_recipe(run, ["rollout.live_weights=false"])
 
 
-def test_servers_of_the_run_may_sit_elsewhere(tmp_path: Path) -> None:
+def test_devices_and_replicas_of_started_servers_may_change_and_their_arguments_may_not(
+    tmp_path: Path,
+) -> None:
     run = resumable(tmp_path, rollout={"engine": "vllm", "devices": ["0"]})
     _, changes = changed_recipe(
         run, ["rollout.replicas=2", "rollout.devices=['1', '2']", "rollout.vllm_python=/v"]
@@ -201,8 +205,8 @@ def test_servers_of_the_run_may_sit_elsewhere(tmp_path: Path) -> None:
         changed_recipe(run, ["rollout.engine=sglang", "rollout.urls=['http://x:1']", "rollout.devices=[]"])
 
 
-def test_a_fully_async_run_may_run_further_ahead_but_not_less_far(tmp_path: Path) -> None:
-    """Rows in flight were written under the old bound: under a lower one some would be refused as too old."""
+def test_a_fully_async_run_may_raise_and_not_lower_its_staleness_and_its_row_limit(tmp_path: Path) -> None:
+    """Rows in flight were generated under the old bound. Under a lower one some would be refused as too stale."""
     run = resumable(tmp_path, trainer={"mode": "fully_async", "max_staleness": 2.0}, rollout={"processes": 1})
     _, changes = changed_recipe(
         run,
@@ -221,19 +225,21 @@ def test_a_fully_async_run_may_run_further_ahead_but_not_less_far(tmp_path: Path
         changed_recipe(run, ["trainer.sync_every=2"])
 
 
-def test_a_sync_run_may_hold_fewer_rows(run: RunDir) -> None:
+def test_a_sync_run_may_lower_its_row_limit(run: RunDir) -> None:
     (change,) = changed_recipe(run, ["dataplane.max_rows=5000"])[1]
     assert change.after == 5000
 
 
-def test_every_refusal_comes_at_once(run: RunDir) -> None:
+def test_all_refused_changes_are_reported_together(run: RunDir) -> None:
     with pytest.raises(ConfigError) as caught:
         changed_recipe(run, ["run.seed=1", "loss.kind=reverse_kl"])
     assert len(caught.value.problems) == 2
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["[critic]", "no [critic]"])
-def test_a_critic_may_move_and_nothing_else_of_it_may_change(tmp_path: Path, written: bool) -> None:
+def test_the_process_and_device_of_a_critic_may_change_and_its_other_settings_may_not(
+    tmp_path: Path, written: bool
+) -> None:
     table = PPO if written else {key: value for key, value in PPO.items() if key != "critic"}
     (tmp_path / "recipe.json").write_text(json.dumps(parse_recipe(table).model_dump()))
     run = RunDir.open(tmp_path)
@@ -248,16 +254,16 @@ def test_a_critic_may_move_and_nothing_else_of_it_may_change(tmp_path: Path, wri
     assert len(caught.value.problems) == 1
 
 
-def test_a_teacher_more_or_less_is_refused(run: RunDir) -> None:
+def test_adding_a_teacher_is_refused(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="scored by the old teachers"):
         changed_recipe(run, ["teachers.third.model=x", "teachers.third.key=third"])
 
 
-def test_the_same_value_is_no_change(run: RunDir) -> None:
+def test_setting_a_key_to_its_present_value_is_not_a_change(run: RunDir) -> None:
     assert changed_recipe(run, ["run.seed=0"])[1] == []
 
 
-def test_the_tables_name_only_keys_that_exist() -> None:
+def test_the_tables_of_changed_recipe_name_only_existing_keys() -> None:
     adapted = {**TABLE, "student": {"model": "student", "lora": {"rank": 4}}}
     known = {key for table in (TABLE, adapted, PPO) for key in flatten(parse_recipe(table).model_dump())}
     known |= {
@@ -282,7 +288,7 @@ def with_secrets(folder: Path) -> tuple[RunDir, Recipe]:
     return run, recipe
 
 
-def test_what_recipe_json_hides_comes_back_on_a_resume(tmp_path: Path) -> None:
+def test_secrets_hidden_in_recipe_json_are_restored_on_a_resume(tmp_path: Path) -> None:
     run, recipe = with_secrets(tmp_path)
     shown = run.recipe.read_text()
     for secret in ("<answer>", "</answer>", "=42", "me:pw"):
@@ -297,14 +303,14 @@ def test_what_recipe_json_hides_comes_back_on_a_resume(tmp_path: Path) -> None:
     assert changed_recipe(run, []) == (again, [])
 
 
-def test_a_secret_option_that_may_not_change_is_not_shown(tmp_path: Path) -> None:
+def test_the_error_for_a_refused_change_does_not_show_a_secret(tmp_path: Path) -> None:
     run, _ = with_secrets(tmp_path)
     with pytest.raises(ConfigError) as refused:
         changed_recipe(run, {"rollout.agent_options.my_loops:Think.answer_token": "other"})
     assert "<answer>" not in str(refused.value) and "answer_token = <redacted>" in str(refused.value)
 
 
-def test_a_run_whose_hidden_values_are_lost_is_refused_by_key(tmp_path: Path) -> None:
+def test_a_resume_without_the_file_of_hidden_values_is_refused_and_names_their_keys(tmp_path: Path) -> None:
     run, _ = with_secrets(tmp_path)
     run.redacted.unlink()
     with pytest.raises(ConfigError) as refused:
@@ -322,7 +328,7 @@ def test_a_run_whose_hidden_values_are_lost_is_refused_by_key(tmp_path: Path) ->
     assert f"{run.redacted} does not have it" in refused.value.problems[0]
 
 
-def test_a_recipe_without_secrets_has_no_second_file(tmp_path: Path) -> None:
+def test_a_recipe_without_secrets_has_no_file_of_hidden_values(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write_recipe(parse_recipe(TABLE).model_dump())
     assert not run.redacted.exists()

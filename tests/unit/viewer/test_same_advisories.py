@@ -1,4 +1,4 @@
-"""`train`, `doctor RUN`, report.html and the page give the same advice on a run."""
+"""`train`, `doctor RUN`, report.html and the page show the same advisories for a run."""
 
 import json
 import re
@@ -16,7 +16,9 @@ from understudy.viewer.frozen import write_report
 from understudy.viewer.run_view import RunView
 
 
-def test_every_place_gives_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_the_report_doctor_and_train_give_the_same_advisories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = recorded_run(tmp_path / "run")
     cut = {"response_length/clip_ratio": 0.5, "perf/teacher/add/0/restarts": 1.0, "critic/score/mean": 0.0}
     lines = [line | cut for line in read_metrics(run.metrics)]
