@@ -1,4 +1,4 @@
-"""What a run does while its teachers start."""
+"""Prompts are measured while the teachers start."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from understudy.observability.rundir import RunDir
 RECIPE = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 
 
-class Enough(Exception):
+class TeachersReached(Exception):
     pass
 
 
@@ -34,7 +34,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
 
     async def start_teachers(*arguments: Any) -> NoReturn:
         assert await asyncio.to_thread(begun.wait, 10), "prompts are measured only once teachers have started"
-        raise Enough
+        raise TeachersReached
 
     monkeypatch.setattr(engine_and_teachers, "longest_request", longest_request)
     monkeypatch.setattr(engine_and_teachers, "start_teachers", start_teachers)
@@ -44,7 +44,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
         run = RunDir.create(recipe.run.dir, recipe.run.name)
         processes = LocalProcesses(run.logs, 60.0)
         try:
-            with pytest.raises(Enough):
+            with pytest.raises(TeachersReached):
                 async with build(recipe, run, processes, LiveView(2, enabled=False)):
                     pass
         finally:
