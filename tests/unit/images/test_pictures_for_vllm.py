@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_remote import Server, run, whole
+from test_remote import Server, complete_answer, run
 from vision_models import folder_of, picture, reader_of
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
@@ -51,7 +51,10 @@ def test_an_engine_sends_one_placeholder_per_picture_and_compares_the_ids(reader
         drawn = body["token_ids"][4:]
         body["sampling_params"]["max_tokens"] = 2
         reason = "length" if drawn else "abort"
-        return {**whole(body, finish_reason=reason), "prompt_token_ids": [*request.tokens.tolist(), *drawn]}
+        return {
+            **complete_answer(body, finish_reason=reason),
+            "prompt_token_ids": [*request.tokens.tolist(), *drawn],
+        }
 
     server = Server(answer)
 
@@ -70,7 +73,7 @@ def test_an_engine_sends_one_placeholder_per_picture_and_compares_the_ids(reader
     ("read", "message"), [([50, 51], "the server read 2 ids"), (None, "the server does not say which ids")]
 )
 def test_other_ids_than_the_row_s_fail_the_row(reader: PictureReader, read: Any, message: str) -> None:
-    server = Server(lambda body: {**whole(body), "prompt_token_ids": read})
+    server = Server(lambda body: {**complete_answer(body), "prompt_token_ids": read})
 
     async def body(engine: RemoteEngine) -> None:
         with pytest.raises(DataError, match=f"row seen: {message}"):
