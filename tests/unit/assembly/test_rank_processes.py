@@ -35,14 +35,14 @@ async def fail_to_start(folder: Path) -> tuple[str, RankProcesses]:
         await processes.close()
 
 
-@pytest.mark.parametrize("spoiled", ["", pytest.param("{}", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bad_recipe", ["", pytest.param("{}", marks=pytest.mark.slow)])
 def test_the_error_of_a_rank_that_cannot_start_begins_with_the_ranks_own_message(
-    tmp_path: Path, spoiled: str
+    tmp_path: Path, bad_recipe: str
 ) -> None:
-    if spoiled:
-        (tmp_path / "recipe.json").write_text(spoiled)
+    if bad_recipe:
+        (tmp_path / "recipe.json").write_text(bad_recipe)
     message, ranks = asyncio.run(fail_to_start(tmp_path))
-    expected = "`student.model` is missing" if spoiled else f"{tmp_path} is not a run directory"
+    expected = "`student.model` is missing" if bad_recipe else f"{tmp_path} is not a run directory"
     assert message.startswith(expected), message
     assert not ranks.coordination.exists()
 

@@ -1,4 +1,4 @@
-"""Every request for a replica gets an answer, malformed ones too, and the run goes on."""
+"""Every request for a replica gets an answer, malformed ones too, and the run continues."""
 
 import asyncio
 import json

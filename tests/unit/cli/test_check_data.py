@@ -150,7 +150,7 @@ def test_the_error_about_a_malformed_row_names_file_line_and_column(check: Check
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["rollout.max_new_tokens=1000000"], "rollout.max_new_tokens = 1000000 it exceeds the student's context of 128;"),
         (["rollout.context_length=7"], "rollout.max_new_tokens = 8 it exceeds rollout.context_length = 7;"),
@@ -158,11 +158,11 @@ def test_the_error_about_a_malformed_row_names_file_line_and_column(check: Check
     ],
 )  # fmt: skip
 def test_the_error_about_too_many_tokens_names_the_context_length_that_is_exceeded(
-    check: Check, words: list[str], told: str
+    check: Check, words: list[str], message: str
 ) -> None:
     """Also where `max_new_tokens` alone exceeds it."""
     code, output = check([{"messages": [{"role": "user", "content": "1" * 12}]}], *words)
-    assert code == 2 and told in output
+    assert code == 2 and message in output
 
 
 def test_a_key_with_an_invalid_value_gives_one_error_and_none_about_its_default(check: Check) -> None:

@@ -152,7 +152,7 @@ def test_a_quoted_name_in_an_override_may_contain_dots(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("teachers..model=x", "teachers..model has an empty name beside a dot"),
         (".steps=3", ".steps has an empty name"),
@@ -160,8 +160,8 @@ def test_a_quoted_name_in_an_override_may_contain_dots(name: str) -> None:
         ('teachers."a.model=x', 'teachers."a.model is not a key'),
     ],
 )
-def test_override_names_that_are_empty_or_half_quoted_are_refused(word: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_override_names_that_are_empty_or_half_quoted_are_refused(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         apply_overrides({}, [word])
 
 
@@ -180,7 +180,7 @@ def test_a_teachers_name_must_be_usable_in_file_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         (f"run.seed={1 << 64}", "`run.seed` = 18446744073709551616: expected a whole number of at least 0"),
         ("rollout.temperature=1e-300", "temperature = 1e-300 makes logits overflow; write 0"),
@@ -189,11 +189,11 @@ def test_a_teachers_name_must_be_usable_in_file_names(name: str) -> None:
     ],
 )  # fmt: skip
 def test_values_that_used_to_fail_during_the_run_or_with_a_raw_error_are_refused(
-    tmp_path: Path, word: str, told: str
+    tmp_path: Path, word: str, message: str
 ) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[student]\nmodel = "m"\n[teachers.t]\nmodel = "m"\n[data]\ntrain = "d.jsonl"\n')
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_recipe(path, [word])
     assert load_recipe(path, [f"run.seed={(1 << 64) - 1}"]).run.seed == (1 << 64) - 1
 

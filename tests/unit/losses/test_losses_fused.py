@@ -1,4 +1,4 @@
-"""The fused paths equal the plain twin: values, gradients, edge cases, and the curve they train to.
+"""The fused paths equal the plain path: values, gradients, edge cases, and the curve they train to.
 
 Uninitialised memory is filled with NaN throughout, so an output that no kernel wrote cannot pass.
 """
