@@ -19,10 +19,10 @@ CASES = [
     "losses/test_losses_triton.py",
     "losses/test_losses_usable.py",
     "losses/test_losses_no_candidates.py",
-    "engines/test_decode_windows.py::test_the_decode_loop_past_the_window_in_triton_s_interpreter",
-    "engines/test_divided_rows.py::test_the_kernel_in_triton_s_interpreter",
-    "engines/test_fused_decode.py::test_the_kernels_in_triton_s_interpreter",
-    "engines/test_slots.py::test_the_kernels_equal_their_twins_in_triton_s_interpreter",
+    "engines/test_decode_windows.py::test_the_decode_loop_past_the_window_equals_transformers_in_triton_s_interpreter",
+    "engines/test_divided_rows.py::test_attention_over_divided_rows_equals_plain_attention_in_triton_s_interpreter",
+    "engines/test_fused_decode.py::test_the_fused_decode_kernels_equal_transformers_in_triton_s_interpreter",
+    "engines/test_slots.py::test_the_attention_and_norm_kernels_equal_plain_torch_in_triton_s_interpreter",
     "teacher/test_teacher_scorer.py::test_the_kernels_equal_their_plain_twins",
 ]
 

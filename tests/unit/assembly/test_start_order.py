@@ -1,4 +1,4 @@
-"""What a run does while its teachers start."""
+"""What happens at the same time when a run starts."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from understudy.observability.rundir import RunDir
 RECIPE = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 
 
-class Enough(Exception):
+class StopHere(Exception):
     pass
 
 
@@ -34,7 +34,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
 
     async def start_teachers(*arguments: Any) -> NoReturn:
         assert await asyncio.to_thread(begun.wait, 10), "prompts are measured only once teachers have started"
-        raise Enough
+        raise StopHere
 
     monkeypatch.setattr(engine_and_teachers, "longest_request", longest_request)
     monkeypatch.setattr(engine_and_teachers, "start_teachers", start_teachers)
@@ -44,7 +44,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
         run = RunDir.create(recipe.run.dir, recipe.run.name)
         processes = LocalProcesses(run.logs, 60.0)
         try:
-            with pytest.raises(Enough):
+            with pytest.raises(StopHere):
                 async with build(recipe, run, processes, LiveView(2, enabled=False)):
                     pass
         finally:
@@ -53,7 +53,7 @@ def test_prompts_are_measured_for_the_engine_while_teachers_start(
     asyncio.run(body())
 
 
-def test_replicas_start_while_the_student_is_loaded_and_end_with_a_student_that_cannot_be(
+def test_replicas_start_while_the_student_is_loaded_and_are_stopped_if_it_cannot_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}"])
@@ -67,11 +67,11 @@ def test_replicas_start_while_the_student_is_loaded_and_end_with_a_student_that_
                 while len(processes.children) < len(recipe.teachers):
                     await asyncio.sleep(0.02)
             started.extend(processes.children.values())
-            raise Enough
+            raise StopHere
 
         monkeypatch.setattr(building, "load_inputs", load_inputs)
         try:
-            with pytest.raises(Enough):
+            with pytest.raises(StopHere):
                 async with build(recipe, run, processes, LiveView(2, enabled=False)):
                     pass
             assert started and not processes.children

@@ -1,4 +1,4 @@
-"""Spare processes: each becomes one child; a child that finds none left is a plain subprocess."""
+"""Spare processes: each becomes one child; a child for which none is left is a plain subprocess."""
 
 import asyncio
 import os
@@ -52,7 +52,9 @@ async def start(processes: LocalProcesses, name: str, **env: str) -> Child:
     return await processes.start(name, "spare_for_test", [], {"OMP_NUM_THREADS": "1", **env})
 
 
-def test_each_becomes_one_child_with_its_own_gpus_and_log(folder: Path, spares: SpareProcesses) -> None:
+def test_each_spare_process_becomes_one_child_with_its_own_gpus_and_log(
+    folder: Path, spares: SpareProcesses
+) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(folder / "logs", start_timeout=20)
         children = await asyncio.gather(
@@ -69,7 +71,9 @@ def test_each_becomes_one_child_with_its_own_gpus_and_log(folder: Path, spares: 
     asyncio.run(scenario())
 
 
-def test_another_environment_at_load_means_a_process_of_its_own(folder: Path, spares: SpareProcesses) -> None:
+def test_a_child_with_other_load_time_environment_variables_uses_no_spare_process(
+    folder: Path, spares: SpareProcesses
+) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(folder / "logs", start_timeout=20)
         assert not (await start(processes, "one", OMP_NUM_THREADS="2")).ready["imported"]
@@ -79,7 +83,7 @@ def test_another_environment_at_load_means_a_process_of_its_own(folder: Path, sp
     asyncio.run(scenario())
 
 
-def test_one_that_was_killed_is_passed_over(folder: Path, spares: SpareProcesses) -> None:
+def test_a_spare_process_that_was_killed_is_skipped(folder: Path, spares: SpareProcesses) -> None:
     spares._left[0].process.kill()
     spares._left[0].process.wait()
 
@@ -92,8 +96,10 @@ def test_one_that_was_killed_is_passed_over(folder: Path, spares: SpareProcesses
     asyncio.run(scenario())
 
 
-def test_one_that_has_opened_cuda_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA has read its variables by then, and the child may be given other GPUs."""
+def test_a_spare_process_that_has_opened_cuda_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA has already read its environment variables, and the child may be given other GPUs."""
     made = SpareProcesses({}, 1, modules=("opens_cuda_for_test",))
     deadline = time.monotonic() + 20
     while not made.over:
@@ -101,10 +107,12 @@ def test_one_that_has_opened_cuda_is_not_used(folder: Path, monkeypatch: pytest.
         time.sleep(0.02)
 
 
-def test_those_that_are_left_end_with_the_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_spare_processes_end_with_the_context_manager(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", None)
     with prepared_spares({}, 2, modules=()):
-        assert fork_server.current() is None, "this machine may fork"
+        assert fork_server.current() is None, "no spare processes where forking is allowed"
     monkeypatch.setattr(fork_server, "_GPU_DRIVER", folder / "spare_for_test.py")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with prepared_spares({}, 2, modules=()):
@@ -115,7 +123,7 @@ def test_those_that_are_left_end_with_the_block(folder: Path, monkeypatch: pytes
     assert not any(map(psutil.pid_exists, pids)) and fork_server.current() is None
 
 
-def test_they_end_with_a_killed_launcher(folder: Path) -> None:
+def test_spare_processes_end_when_the_launcher_is_killed(folder: Path) -> None:
     launcher = textwrap.dedent("""
         import time
         from understudy.cluster.spare_processes import SpareProcesses

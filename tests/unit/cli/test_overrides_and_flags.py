@@ -1,4 +1,4 @@
-"""Flags and `key=value` words come in any order, and unknown ones are refused."""
+"""Flags and `key=value` overrides come in any order, and unknown ones are refused."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ QUICKSTART = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recip
         ["resume", "--debug", "R", "a.b=1", "--quiet", "c.d=2"],
     ],
 )
-def test_flags_may_stand_anywhere(arguments: list[str]) -> None:
+def test_flags_and_overrides_may_come_in_any_order(arguments: list[str]) -> None:
     options = _parsed(_parser(), arguments)
     assert options.overrides == ["a.b=1", "c.d=2"] and options.quiet
     assert options.debug == ("--debug" in arguments)
@@ -33,7 +33,7 @@ def test_flags_may_stand_anywhere(arguments: list[str]) -> None:
         (["audit", "R", "--debug", "a.b=1"], "unrecognized arguments: a.b=1"),
     ],
 )
-def test_what_nobody_knows_is_refused(
+def test_unknown_flags_and_unexpected_overrides_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -41,7 +41,7 @@ def test_what_nobody_knows_is_refused(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_word_after_a_flag_changes_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_override_after_a_flag_changes_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "trainer.steps=7", "--gpus", "0", "trainer.batch_size=9"]) == 0
     assert "7 steps × 9 rollouts" in capsys.readouterr().out
     assert main(["check", str(QUICKSTART), "--debug", "trainer.steps"]) == 2

@@ -1,4 +1,4 @@
-"""Smallest first, whatever order they came in."""
+"""The queue that returns the smallest entry first, whatever order entries were pushed in."""
 
 import heapq
 import random
@@ -9,7 +9,7 @@ from understudy.dataplane.memory.in_order import InOrder
 
 
 @pytest.mark.parametrize("disorder", [0.0, 0.1, 1.0])
-def test_it_gives_what_a_heap_gives(disorder: float) -> None:
+def test_the_queue_returns_entries_in_the_same_order_as_a_heap(disorder: float) -> None:
     rng = random.Random(7)
     order: InOrder[tuple[int, int]] = InOrder((place, 0) for place in rng.sample(range(100), 20))
     plain = sorted(order._rest)
@@ -31,8 +31,8 @@ def test_it_gives_what_a_heap_gives(disorder: float) -> None:
     assert order.first() is None
 
 
-def test_entries_that_come_in_order_never_meet_the_heap() -> None:
-    """What makes a claim cost the same with a thousand rows held and with a million."""
+def test_entries_pushed_in_order_are_not_put_on_the_heap() -> None:
+    """So a claim costs the same with a thousand rows held and with a million."""
     order: InOrder[tuple[int, int]] = InOrder()
     for number in range(1000):
         order.push((number, number))

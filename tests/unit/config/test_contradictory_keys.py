@@ -1,4 +1,4 @@
-"""Keys of ranks, evaluation and loggers that do not go together."""
+"""Keys of ranks, evaluation, adapters and the cluster that contradict each other."""
 
 from typing import Any
 
@@ -42,13 +42,15 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
         ({"trainer": {"eval_k": -1}}, "trainer.eval_k"),
     ],
 )
-def test_refused_with_a_reason(sections: dict[str, dict[str, Any]], message: str) -> None:
+def test_each_invalid_combination_is_refused_with_one_problem(
+    sections: dict[str, dict[str, Any]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse_recipe(recipe(**sections))
-    assert len(caught.value.problems) == 1, "one mistake is told once"
+    assert len(caught.value.problems) == 1, "one mistake is reported once"
 
 
-def test_what_goes_together() -> None:
+def test_valid_combinations_of_ranks_evaluation_and_adapters_are_accepted() -> None:
     parsed = parse_recipe(recipe(trainer={"ranks": 4, "eval_k": 8}, student={"device": "cuda"}))
     assert parsed.trainer.ranks == 4 and parsed.trainer.keep_best and parsed.trainer.async_save
     adapted = parse_recipe(recipe(student={"lora": {"publish": "adapter"}}, rollout={"processes": 2}))
@@ -57,7 +59,7 @@ def test_what_goes_together() -> None:
 
 
 def float_keys(section: type[Section] = Recipe, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where a recipe takes a number that need not be whole."""
+    """The paths of all keys of a recipe that take a float."""
     found = []
     for name, field in section.model_fields.items():
         kind = unwrap(field.annotation)
@@ -70,7 +72,7 @@ def float_keys(section: type[Section] = Recipe, place: tuple[str, ...] = ()) -> 
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_no_number_may_be_endless(value: float) -> None:
+def test_infinity_and_nan_are_refused_for_every_float_key(value: float) -> None:
     keys = float_keys()
     assert {
         ("trainer", "max_staleness"),

@@ -1,4 +1,4 @@
-"""Numbers that are none do not leave the engine as if they were."""
+"""Logits that are not finite raise an error."""
 
 import asyncio
 
@@ -13,9 +13,7 @@ from understudy.errors import EngineError
 
 @pytest.mark.parametrize("layout", list(CacheLayout))
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_weights_that_are_no_numbers_are_told_by_the_first_answer(
-    layout: CacheLayout, temperature: float
-) -> None:
+def test_nan_weights_raise_an_error_at_the_next_generation(layout: CacheLayout, temperature: float) -> None:
     model = make_model("qwen3-16")
     requests = make_requests(3, Sampling(4, temperature=temperature))
 

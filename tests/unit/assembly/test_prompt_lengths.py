@@ -1,4 +1,4 @@
-"""What the prompts of a run ask of its teachers is measured as the run renders them, and once."""
+"""Lengths of rendered prompts: what teachers and engines need to know of them, measured once."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Dataset:
-    """600 rows, more than are rendered in one go: chats, plain text, and one that no template can render."""
+    """600 rows, more than are rendered in one batch: chats, plain text, and one that no template can render."""
     rows = [
         {"prompt": "1" * (n % 9 + 1)}
         if n % 3 == 0
@@ -52,8 +52,8 @@ def prompts(tmp_path: Path) -> Dataset:
     return load_dataset(path)
 
 
-def test_a_turn_ends_as_the_template_of_the_recipe_ends_it() -> None:
-    """Of the student's ends the teacher's is compared with the one that is written."""
+def test_an_aligner_uses_the_end_token_that_the_recipes_chat_template_writes() -> None:
+    """The student has several stop tokens. The one that its template writes is aligned with the teacher's."""
     ours, theirs = chat_tokenizer("chatml"), chat_tokenizer("llama3")
     ours.chat_template = {"default": ours.chat_template, "other": "{{ messages[-1].content }}<|endoftext|>"}
     ends = {name: int(ours.convert_tokens_to_ids(name)) for name in ("<|im_end|>", "<|endoftext|>")}
@@ -65,7 +65,7 @@ def test_a_turn_ends_as_the_template_of_the_recipe_ends_it() -> None:
         assert found._ends.teacher == theirs.convert_tokens_to_ids("<|eot_id|>")
 
 
-def by_hand(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, room: int, tail: str) -> int:
+def longest_by_hand(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, room: int, tail: str) -> int:
     lengths = []
     for row in dataset.rows:
         if "prompt" in row:
@@ -78,15 +78,15 @@ def by_hand(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, room: int, tai
 
 @pytest.mark.parametrize("room", [1000, 40])
 @pytest.mark.parametrize("aloud", [False, True])
-def test_the_longest_of_those_that_fit(
+def test_the_longest_prompt_is_the_longest_one_that_fits_the_context(
     tokenizer: PreTrainedTokenizerBase, prompts: Dataset, room: int, aloud: bool
 ) -> None:
     renderer = Renderer(tokenizer, context=room + 8, reserve=8, template_options={"aloud": aloud})
     tail = " said aloud, and at length=" if aloud else "="
-    assert max(prompt_lengths(renderer, prompts)) == by_hand(tokenizer, prompts, room, tail)
+    assert max(prompt_lengths(renderer, prompts)) == longest_by_hand(tokenizer, prompts, room, tail)
 
 
-def test_several_teachers_ask_and_it_is_measured_once(
+def test_prompts_are_rendered_once_when_several_teachers_ask_for_the_longest(
     tokenizer: PreTrainedTokenizerBase, prompts: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = Renderer(tokenizer, context=1000)
@@ -94,21 +94,21 @@ def test_several_teachers_ask_and_it_is_measured_once(
     ahead = renderer.ahead
     monkeypatch.setattr(renderer, "ahead", lambda some: (rendered.append(len(some)), ahead(some))[1])
 
-    async def asked() -> list[int]:
+    async def ask_three_times() -> list[int]:
         longest = once_longest_prompt(
             renderer, prompts, lambda teacher, row: (teacher in row) or teacher == "all"
         )
         return [*await asyncio.gather(longest("all"), longest("prompt")), await longest("all")]
 
-    every, plain, again = asyncio.run(asked())
-    assert every == again > plain == 7, "each teacher's own rows count"
+    every, plain, again = asyncio.run(ask_three_times())
+    assert every == again > plain == 7, "a teacher counts only its own rows"
     assert sum(rendered) == len(prompts)
 
 
 def test_an_engine_on_a_gpu_reserves_memory_for_the_longest_row_and_not_for_the_whole_context(
     prompts: Dataset,
 ) -> None:
-    """Of a context of 32,768 tokens 64 rows have 120 GB of keys and values, with prompts of 100 tokens as with any."""
+    """With a context of 32,768 tokens, 64 rows would reserve 120 GB of keys and values, however short the prompts."""
     student = load_model(str(STUDENT), device="cpu")
     student.tokenizer.chat_template = TEMPLATE
     on_gpu = replace(student, device=torch.device("cuda"))
@@ -124,7 +124,7 @@ def test_an_engine_on_a_gpu_reserves_memory_for_the_longest_row_and_not_for_the_
         ).engine  # fmt: skip
         return longest_request(settings, DataConfig(train="d.jsonl"), on, PromptData(prompts, None))
 
-    longest = by_hand(student.tokenizer, prompts, student.context - 7, "=")
+    longest = longest_by_hand(student.tokenizer, prompts, student.context - 7, "=")
     assert measured(on_gpu) == longest + 7
     assert measured(student) is None
     assert measured(on_gpu, context_length=student.context) is None

@@ -1,6 +1,6 @@
-"""Equal ids with different pictures never share: in a session, a request for scores, and the arrays of a processor.
+"""Equal ids with different pictures are kept apart: in a session, in a scoring request, and in the reader's cache.
 
-`tests/faults/images/` takes the pictures out of each key and shows that these tests then fail.
+`tests/faults/images/` removes the pictures from each cache key and shows that these tests then fail.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.prompt import Prompt
 
 
-def test_a_session_that_begins_again_asks_anew_for_other_pictures() -> None:
-    asked: list[tuple[str, ...]] = []
+def test_a_repeated_session_reuses_a_generation_only_for_the_same_pictures() -> None:
+    requested: list[tuple[str, ...]] = []
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int, media: Any = ()) -> Generation:
-        asked.append(tuple(media))
+        requested.append(tuple(media))
         return Generation.aborted()
 
     async def run() -> None:
@@ -43,10 +43,10 @@ def test_a_session_that_begins_again_asks_anew_for_other_pictures() -> None:
         session.close()
 
     asyncio.run(run())
-    assert asked == [("a" * 64,), ("b" * 64,)]
+    assert requested == [("a" * 64,), ("b" * 64,)]
 
 
-def test_rows_of_one_request_are_scored_each_with_its_own_picture(tmp_path: Path) -> None:
+def test_each_row_of_a_scoring_request_is_scored_with_its_own_picture(tmp_path: Path) -> None:
     folder, store = folder_of("qwen2_5_vl", seed=3), MediaStore(tmp_path)
     scorer = Scorer("t", replace(load_frozen(str(folder)), pictures=reader_of(folder, store)))
     item = items_of(folder, store)[0]
@@ -59,7 +59,7 @@ def test_rows_of_one_request_are_scored_each_with_its_own_picture(tmp_path: Path
     assert np.abs(together[0].sampled_logprobs - together[1].sampled_logprobs).max() > 1e-3
 
 
-def test_a_processor_keeps_arrays_by_picture(tmp_path: Path) -> None:
+def test_a_picture_reader_caches_arrays_by_picture(tmp_path: Path) -> None:
     store = MediaStore(tmp_path)
     reader = reader_of(folder_of("smolvlm"), store)
     red, blue = (store.put(picture(colour)) for colour in ("red", "blue"))

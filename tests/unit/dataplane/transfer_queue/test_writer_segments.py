@@ -1,4 +1,4 @@
-"""Segments that other processes write: what they announce is read, what they leave behind is deleted, and not before."""
+"""Segments that other processes write: the plane reads what they announce, and deletes them when unused, not before."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ def on_disk(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.seg"))
 
 
-def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
+def test_concurrent_appends_of_a_segment_writer_are_readable_and_flushed_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
@@ -33,9 +33,9 @@ def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
         finally:
             writer.close()
 
-    places = asyncio.run(body())
-    assert [[spill.read(ref) for ref in refs] for refs in places] == frames
-    assert len(flushes) <= 2, "one for the first, one for all that came meanwhile"
+    references = asyncio.run(body())
+    assert [[spill.read(ref) for ref in refs] for refs in references] == frames
+    assert len(flushes) <= 2, "one flush for the first append, one for all that came during it"
 
     async def more() -> SpillRef:
         writer = SegmentWriter(tmp_path)
@@ -46,7 +46,9 @@ def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
     assert ref.offset == sum(len(frame) for pair in frames for frame in pair) and spill.read(ref) == b"later"
 
 
-def test_a_segment_stays_until_every_reference_is_dropped_and_its_rows_are_committed(tmp_path: Path) -> None:
+def test_a_segment_is_kept_until_every_reference_is_dropped_and_its_rows_are_committed(
+    tmp_path: Path,
+) -> None:
     spill = SpillFiles(tmp_path)
     writer_segments = WriterSegments(spill)
     first, second = writer_segments.take(1), writer_segments.take(1)
@@ -61,7 +63,7 @@ def test_a_segment_stays_until_every_reference_is_dropped_and_its_rows_are_commi
     gc.collect()
     spill.keep_only((), sealed)
     assert number in on_disk(tmp_path), (
-        "a batch from before the last reference was dropped may not know of its rows"
+        "a commit begun before the last reference was dropped may lack its rows"
     )
     spill.keep_only((number,), spill.segment)
     assert number in on_disk(tmp_path), "rows refer to it"
@@ -69,7 +71,7 @@ def test_a_segment_stays_until_every_reference_is_dropped_and_its_rows_are_commi
     assert number not in on_disk(tmp_path)
 
 
-def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
+def test_a_full_segment_or_a_checkpoint_starts_a_new_segment(tmp_path: Path) -> None:
     spill = SpillFiles(tmp_path)
     writer_segments = WriterSegments(spill, most_bytes=100)
     number = writer_segments.take(1).number
@@ -78,13 +80,15 @@ def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
     after = writer_segments.take(1).number
     assert after > number
     writer_segments.roll()
-    assert writer_segments.take(1).number == after, "nothing was written there yet"
+    assert writer_segments.take(1).number == after, "an empty segment is not replaced"
     writer_segments.noted(WrittenRow({"x": SpillRef(after, 0, 10, 0)}))
     writer_segments.roll()
     assert writer_segments.take(1).number > after
-    assert spill.reserve(b"own").segment not in on_disk(tmp_path), "the plane's own frames go elsewhere"
+    assert spill.reserve(b"own").segment not in on_disk(tmp_path), (
+        "the plane's own frames are in another segment"
+    )
 
 
-def test_a_later_life_never_takes_a_number_that_was_lent(tmp_path: Path) -> None:
+def test_a_reopened_spill_folder_does_not_reuse_the_number_of_a_lent_segment(tmp_path: Path) -> None:
     writer_segments = SpillFiles(tmp_path).lend_segment()
     assert SpillFiles(tmp_path).segment > writer_segments

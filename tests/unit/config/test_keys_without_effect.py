@@ -1,4 +1,4 @@
-"""A key that is set and can have no effect is refused with what would give it one; defaults never are."""
+"""A key that is set and cannot have an effect is refused with what would give it one; defaults are never refused."""
 
 import json
 import tomllib
@@ -59,7 +59,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("word", "others", "message"), CASES)
-def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[str], message: str) -> None:
+def test_a_key_without_effect_is_refused_with_what_it_needs_and_accepted_with_that(
+    word: str, others: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         recipe(word)
     assert len(caught.value.problems) == 1
@@ -67,7 +69,7 @@ def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[s
 
 
 @pytest.mark.parametrize("key", ["per_token_clamp", "loss_max_clamp"])
-def test_a_clamp_of_the_distillation_term_needs_one(key: str) -> None:
+def test_a_clamp_is_refused_without_a_distillation_term(key: str) -> None:
     with pytest.raises(ConfigError, match=f"loss.{key} = 5.0 changes nothing .* loss.distill_coef above 0"):
         recipe(f"loss.{key}=5.0", "loss.distill_coef=0.0", *REWARDED)
     recipe(f"loss.{key}=5.0", *REWARDED)
@@ -89,13 +91,13 @@ def test_keys_of_our_own_processes_are_refused_for_an_external_teacher(key: str,
         )
 
 
-def test_servers_have_a_way_of_their_own_to_keep_keys_in_eight_bits() -> None:
+def test_an_fp8_kv_cache_is_refused_for_servers_with_the_servers_own_option() -> None:
     assert recipe("rollout.kv_cache=fp8").rollout.kv_cache == "fp8"
     with pytest.raises(ConfigError, match=r'vLLM takes engine_args = ."--kv-cache-dtype=fp8"'):
         recipe("rollout.kv_cache=fp8", *SERVERS)
 
 
-def test_kept_keys_and_values_need_generations_that_continue() -> None:
+def test_recompute_kv_false_needs_the_local_engine_and_partial_rollouts_in_async_mode() -> None:
     asynchronous = ("rollout.recompute_kv=false", "trainer.mode=fully_async")
     assert not recipe(*asynchronous).rollout.recompute_kv
     for others in (
@@ -107,7 +109,7 @@ def test_kept_keys_and_values_need_generations_that_continue() -> None:
             recipe(*others)
 
 
-def test_several_are_told_together() -> None:
+def test_several_keys_without_effect_are_reported_in_one_problem() -> None:
     with pytest.raises(
         ConfigError, match=r"`replicas`, `dtype` belong .* out \(replicas = 1, dtype = 'float32'\)"
     ):
@@ -119,7 +121,7 @@ def test_several_are_told_together() -> None:
         )
 
 
-def test_a_redundant_key_that_may_come_to_matter_is_left_alone() -> None:
+def test_a_key_that_may_take_effect_later_is_accepted() -> None:
     hedged = recipe("teachers.t.hedge_after_seconds=2.0")  # replicas may join a run
     assert hedged.teachers["t"].hedge_after_seconds == 2.0
     # `understudy eval RUN --data …` takes these from the run.
@@ -128,15 +130,17 @@ def test_a_redundant_key_that_may_come_to_matter_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_shipped_recipes_set_nothing_in_vain_and_their_run_directories_can_be_read_back(path: Path) -> None:
-    """What a run directory holds names every key, defaults too; it must be taken up again as it is."""
+def test_shipped_recipes_are_accepted_and_equal_after_a_round_trip_through_the_run_directory(
+    path: Path,
+) -> None:
+    """A run directory names every key, defaults too. None of them may be refused when it is read."""
     one = load_recipe(path)
     assert parse_recipe(json.loads(json.dumps(redact(one.model_dump())))) == one
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.stem)
-def test_no_example_in_the_docs_sets_a_key_in_vain(path: Path) -> None:
-    """Each TOML fragment laid over a recipe that can hold it: fragments leave out what they are not about."""
+def test_no_toml_example_in_the_docs_sets_a_key_without_effect(path: Path) -> None:
+    """Each TOML fragment is merged into a base recipe, since fragments leave out what they are not about."""
     for fragment in path.read_text().split("```toml\n")[1:]:
         tables = tomllib.loads(fragment.split("```")[0])
         base: dict[str, Any] = {
