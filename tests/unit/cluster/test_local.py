@@ -148,16 +148,23 @@ def test_start_raises_and_stops_a_child_that_never_gets_ready(tmp_path: Path, ch
     assert asyncio.run(scenario()) == 0
 
 
-def test_children_and_fork_server_end_when_the_launcher_is_killed(tmp_path: Path, child_module: str) -> None:
+def test_children_and_fork_server_end_when_the_launcher_is_killed(
+    tmp_path: Path, child_module: str, process_source: fork_server.ProcessSource | None
+) -> None:
+    name = None if process_source is None else type(process_source).__name__
     launcher = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
         from understudy.cluster import fork_server
         from understudy.cluster.local import LocalProcesses
+        from understudy.cluster.spare_processes import SpareProcesses
         async def main():
-            if {process_source is not None}:
+            if {name!r} == "ForkServer":
                 fork_server._SERVER = fork_server.ForkServer({{}}, modules=())
                 print(fork_server._SERVER._process.pid, flush=True)
+            elif {name!r} == "SpareProcesses":
+                fork_server._SERVER = SpareProcesses({{}}, 2, modules=())
+                print(fork_server._SERVER._left[-1].process.pid, flush=True)
             processes = LocalProcesses(Path({str(tmp_path / "logs")!r}), start_timeout=20)
             child = await processes.start("one", {child_module!r}, [])
             print(child.ready["pid"], flush=True)

@@ -187,7 +187,7 @@ def test_masked_rows_give_exact_zeros() -> None:
     student = case.student(torch.float32)
     Objective("forward_kl", backend="triton")(student, inputs).loss.backward()
     assert float(student.hidden_NH.grad[::2].abs().max()) == 0.0
-    assert float(student.hidden_NH.grad[1::2].abs().min(-1).values.min()) >= 0.0
+    assert float(student.hidden_NH.grad[1::2].abs().max(-1).values.min()) > 0.0
     assert bool(torch.isfinite(student.weight_VH.grad).all())
 
 
