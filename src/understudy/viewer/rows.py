@@ -25,6 +25,8 @@ import numpy as np
 from understudy.media.store import is_hash
 from understudy.observability.lines import line_at, record
 
+KINDS = ("kept", "journal", "dump", "held-out")
+"""Rows that are equal to a sort come in this order: those with token columns first."""
 NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
 LABELS = ("kind", "source", "teacher", "stop_reason", "origin")
 _FIELD_NAMES = (
@@ -120,6 +122,7 @@ class RowTable:
         """All chunks as columns; rebuilt after a change, from pieces that are made once per chunk."""
         if self._arrays is None:
             chunks = [chunk for chunk in self.chunks.values() if chunk.keys]
+            chunks.sort(key=lambda chunk: KINDS.index(chunk.kind))
             pieces = [chunk.columns() for chunk in chunks]
             kept, journal = (self._steps_and_keys(chunks, kind) for kind in ("kept", "journal"))
             twins = {"dump": kept | journal, "journal": kept}

@@ -33,6 +33,18 @@ def _of_rows(lane: str) -> bool:
     return lane in ROW_SPANS or lane.startswith("score ")
 
 
+def _most_at_once(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> list[int]:
+    """How many spans ran at the same time, at most, in each bin."""
+    start, end = np.sort(start), np.sort(end)
+    most = np.searchsorted(start, edges[:-1], "right") - np.searchsorted(end, edges[:-1], "left")
+    # The number changes upwards only where a span begins. A span without length runs too.
+    running = np.maximum(1, np.arange(1, len(start) + 1) - np.searchsorted(end, start, "right"))
+    inside = (start >= edges[0]) & (start <= edges[-1])
+    bins = np.minimum(np.searchsorted(edges, start[inside], "right") - 1, len(most) - 1)
+    np.maximum.at(most, bins, running[inside])
+    return most.tolist()
+
+
 class SpanIndex:
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, self._forget)
@@ -76,8 +88,8 @@ class SpanIndex:
         self.launches.append(self._shift)
 
     def window(self, first: float | None, last: float | None) -> dict[str, Any]:
-        """Spans between two moments: the trainer's own one by one, rows' as counts under way; one by one too
-        where they are few."""
+        """Spans between two moments: the trainer's own one by one, rows' as the largest number at the
+        same time in each of `BINS` parts; one by one too where they are few."""
         if not len(self._start):
             return {"from": 0, "to": 0, "end": 0, "launches": [], "spans": [], "counts": {}}
         start, end = np.frombuffer(self._start), np.frombuffer(self._end)
@@ -95,10 +107,7 @@ class SpanIndex:
         for lane in lanes:
             mine = inside[name[inside] == self._names[lane]]
             if len(mine):
-                edges = np.linspace(first, last, BINS + 1)
-                begun = np.searchsorted(np.sort(start[mine]), edges[1:], "right")
-                over = np.searchsorted(np.sort(end[mine]), edges[:-1], "left")
-                counts[lane] = (begun - over).tolist()
+                counts[lane] = _most_at_once(start[mine], end[mine], np.linspace(first, last, BINS + 1))
         single = inside if len(inside) <= MOST_SPANS else inside[~of_rows]
         if len(single) > MOST_SPANS:  # the longest are seen, the others would be narrower than a pixel
             single = single[np.argsort(start[single] - end[single], kind="stable")[:MOST_SPANS]]

@@ -239,6 +239,27 @@ def test_the_timeline_groups_scores_by_replica_and_has_notes_as_events(tmp_path:
     assert [one["name"] for one in opened(run).life("p2_0_0")] == ["score add/0", "score add/1"]
 
 
+def test_a_lane_counts_spans_that_run_at_the_same_time(tmp_path: Path) -> None:
+    """A part of the timeline may hold several steps; their rollouts do not add up."""
+    run = recorded_run(tmp_path / "run")
+    spans: list[dict[str, Any]] = [
+        {"name": "rollout", "start": s / 10, "end": s / 10 + 0.09} for s in range(200) for _ in range(3)
+    ]
+    spans += [{"name": "reward", "start": 5.0, "end": 5.0}, {"name": "reward", "start": 1.0, "end": 19.0}]
+    spans.sort(key=lambda span: span["end"])
+    run.spans.write_text("".join(json.dumps(span) + "\n" for span in spans))
+    view = opened(run)
+    for first, last in ((0.0, 20.0), (4.0, 6.0)):
+        counts = view.timeline(first, last)["counts"]
+        assert max(counts["rollout"]) == 3 and max(counts["reward"]) == 2
+    assert min(view.timeline(2.0, 4.0)["counts"]["reward"]) == 1
+
+
+def test_rows_of_a_step_begin_with_those_that_have_token_scores(view: RunView) -> None:
+    last = rows(view, ranges={"step": (12, 12)})["rows"]
+    assert [row["kind"] for row in last] == ["kept", "kept", "dump", "dump", "dump", "held-out"]
+
+
 def test_a_run_of_another_machine_counts_as_running_while_it_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

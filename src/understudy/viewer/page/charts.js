@@ -50,7 +50,7 @@ export class Chart {
     const options = {
       width: this.width(), height: 170, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
       scales: { x: { time: false, range: settings.zoom ? () => settings.zoom : undefined }, y: { distr: settings.log ? 3 : 1 } },
-      axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 2))) }],
+      axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 2))) }],
       series: [{ label: "step" }, ...known.map((curve) => ({
         label: curve.label, stroke: curve.colour, width: 1.6, dash: DASHES[(curve.dash ?? 0) % DASHES.length], spanGaps: true,
         points: { show: curve.steps.length < 40, size: 4, stroke: curve.colour }, value: (_, v) => number(v),

@@ -53,7 +53,7 @@ function advisoryList(runs, found) {
     h("strong", {}, one.level === "warning" ? "Warning: " : "Note: "), runs.length > 1 && `${run.name}: `, quoted(one.sentence), ". ",
     h("span", { class: "quiet" }, quoted(one.evidence), ". "), quoted(one.turn))));
   return h("section", { "aria-label": "Advisories" }, h("h2", {}, "Advisories"),
-    items.length ? h("ul", { class: "advisories" }, items) : h("p", { class: "quiet" }, "Nothing to say: no rule speaks on the recorded metrics."));
+    items.length ? h("ul", { class: "advisories" }, items) : h("p", { class: "quiet" }, "None: no rule applies to the recorded metrics."));
 }
 
 function heldOut(runs, tables) {
@@ -87,7 +87,7 @@ function commands(runs) {
 async function recipes(runs) {
   if (runs.length < 2) {
     const recipe = await ask("recipe", { run: runs[0]?.index ?? 0 });
-    return h("details", {}, h("summary", {}, "Recipe"), h("pre", { tabindex: 0 }, JSON.stringify(recipe, null, 1)));
+    return h("details", {}, h("summary", {}, "every key of this run"), h("pre", { tabindex: 0 }, JSON.stringify(recipe, null, 1)));
   }
   const found = await ask("recipes");
   const text = (value) => (value === null ? "not set" : typeof value === "string" ? value : JSON.stringify(value));

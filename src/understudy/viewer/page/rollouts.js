@@ -4,7 +4,7 @@ import { shownRuns } from "./state.js";
 
 const COLUMNS = [
   ["step", "step"], ["source", "source"], ["teacher", "teacher"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"],
-  ["kl", "mean KL"], ["stop_reason", "stop"], ["turns", "turns"], ["newest", "weights"], ["age", "age"], ["kind", "from"],
+  ["kl", "log q − log p"], ["stop_reason", "stop"], ["turns", "turns"], ["newest", "weights"], ["age", "age"], ["kind", "from"],
 ];
 const SORTED = ["step", "reward", "advantage", "tokens", "kl", "turns", "newest", "age"];
 const LABELS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"], ["origin", "written by"]];
@@ -27,7 +27,7 @@ export async function rollouts(box, query) {
   add(box, [h("h2", {}, "Rollouts"), h("div", { class: "controls" },
     runs.length > 1 && h("label", {}, "run ", h("select", { onchange: (event) => go({ run: event.target.value }) },
       runs.map((one) => h("option", { value: one.index, selected: one.index === run }, one.name)))),
-    search, choices, range("step", "step"), range("kl", "KL"), range("reward", "reward")), list]);
+    search, choices, range("step", "step"), range("kl", "log q − log p"), range("reward", "reward")), list]);
 
   async function refresh() {
     if (list.contains(document.activeElement) || choices.contains(document.activeElement)) return;
@@ -39,13 +39,13 @@ export async function rollouts(box, query) {
     const head = COLUMNS.map(([name, title]) => {
       if (!SORTED.includes(name)) return h("th", { scope: "col" }, title);
       const now = asked.sort === name;
-      return h("th", { scope: "col", "aria-sort": now ? (asked.desc === "1" ? "descending" : "ascending") : "none" },
+      return h("th", { scope: "col", class: "number", "aria-sort": now ? (asked.desc === "1" ? "descending" : "ascending") : "none" },
         h("button", { type: "button", class: "plain", onclick: () => go({ sort: name, desc: now && asked.desc === "1" ? "0" : "1" }) }, title, now ? (asked.desc === "1" ? " ↓" : " ↑") : ""));
     });
     const rows = found.rows.map((row) => {
       const cells = COLUMNS.map(([name, title]) => {
-        if (name === "newest" && row.oldest !== row.newest) return h("td", { "data-label": title }, `${number(row.oldest)}–${number(row.newest)}`);
-        return h("td", { "data-label": title, class: typeof row[name] === "number" ? "number" : null }, typeof row[name] === "string" ? quoted(row[name]) : number(row[name]));
+        if (name === "newest" && row.oldest !== row.newest) return h("td", { "data-label": title, class: "number" }, `${number(row.oldest)}–${number(row.newest)}`);
+        return h("td", { "data-label": title, class: SORTED.includes(name) ? "number" : null }, typeof row[name] === "string" ? quoted(row[name]) : number(row[name]));
       });
       const link = h("a", { href: href("row", { run, id: row.id }) }, quoted(oneLine(row.prompt) || row.key, { class: "prompt" }), " ", quoted(oneLine(row.completion), { class: "answer" }));
       return h("tr", {}, cells, h("td", { class: "text", "data-label": "row" }, pictures(run, row.media?.slice(0, LISTED), { class: "pictures small" }), link));

@@ -154,7 +154,7 @@ function microscope(run, row, at) {
 
 function facts(row) {
   const shown = [["step", row.step], ["source", row.source], ["teacher", row.teacher], ["reward", row.reward], ["advantage", row.advantage], ["tokens written", row.line?.tokens ?? row.written?.filter((p) => p >= 0).length],
-    ["mean KL", row.kl], ["stop", row.stop_reason], ["written by", row.origin], ["turns", row.turns], ["weights", row.oldest === row.newest ? row.newest : `${row.oldest}–${row.newest}`], ["age", row.age], ["from", row.kind], ["right answer", row.line?.answer]];
+    ["mean log q − log p", row.kl], ["stop", row.stop_reason], ["written by", row.origin], ["turns", row.turns], ["weights", row.oldest === row.newest ? row.newest : `${row.oldest}–${row.newest}`], ["age", row.age], ["from", row.kind], ["right answer", row.line?.answer]];
   return h("dl", { class: "facts" }, shown.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : quoted(value)))));
 }
 
