@@ -1,4 +1,4 @@
-"""Loading code by name: installed modules win over modules beside the recipe; two recipes may use the same module name."""
+"""Loading code by name: installed modules come first; two recipes may use the same module name."""
 
 import asyncio
 import sys

@@ -30,8 +30,8 @@ def prompt_of(row: dict[str, Any], key: str = "00000-0000000") -> Prompt:
     return load_dataset([row]).prompt(0, key=key, epoch=0)
 
 
-def content_for_teacher(row: dict[str, Any], **keys: Any) -> Any:
-    """The content of the teacher's prompt. Asserts that a row (as in `check`) and a prompt (as in a run) give the same."""
+def content_of(row: dict[str, Any], **keys: Any) -> Any:
+    """The teacher's prompt, asserted to be the same for a row (as in `check`) and for a prompt (as in a run)."""
     by_row, by_prompt = teacher_prompt(**keys).of_row(row), teacher_prompt(**keys).of(prompt_of(row))
     content = by_prompt.text if by_prompt.text is not None else list(by_prompt.messages)
     assert (by_row.get("messages") or by_row.get("prompt")) == content
@@ -41,24 +41,22 @@ def content_for_teacher(row: dict[str, Any], **keys: Any) -> Any:
 
 def test_a_text_template_replaces_a_plain_prompt() -> None:
     assert (
-        content_for_teacher(PLAIN, prompt="{{ prompt }} (the answer is {{ answer }})\n")
+        content_of(PLAIN, prompt="{{ prompt }} (the answer is {{ answer }})\n")
         == "12+34= (the answer is 46)\n"
     )
-    assert content_for_teacher(PLAIN, prompt="{{ data_source }}") == "add"
+    assert content_of(PLAIN, prompt="{{ data_source }}") == "add"
 
 
 def test_a_text_template_replaces_the_last_user_message_of_a_chat() -> None:
     talk = [*CHAT, {"role": "assistant", "content": "46"}, {"role": "user", "content": "Sure?"}]
-    assert content_for_teacher(CHATTED, prompt="{{ prompt }} Hint: {{ answer }}") == [
+    assert content_of(CHATTED, prompt="{{ prompt }} Hint: {{ answer }}") == [
         CHAT[0],
         {"role": "user", "content": "12+34= Hint: 46"},
     ]
-    found = content_for_teacher(
-        {**CHATTED, "messages": talk}, prompt="{{ messages[1].content }} {{ prompt }}"
-    )
+    found = content_of({**CHATTED, "messages": talk}, prompt="{{ messages[1].content }} {{ prompt }}")
     assert found == [*talk[:3], {"role": "user", "content": "12+34= Sure?"}]
     with pytest.raises(DataError, match="the row's chat has none; give a list of messages"):
-        content_for_teacher({"messages": CHAT[:1]}, prompt="x")
+        content_of({"messages": CHAT[:1]}, prompt="x")
 
 
 def test_a_template_of_messages_replaces_the_whole_prompt() -> None:
@@ -70,17 +68,13 @@ def test_a_template_of_messages_replaces_the_whole_prompt() -> None:
         {"role": "system", "content": "The answer is 46."},
         {"role": "user", "content": "12+34="},
     ]
-    assert (
-        content_for_teacher(CHATTED, prompt=messages)
-        == expected
-        == content_for_teacher(PLAIN, prompt=messages)
-    )
+    assert content_of(CHATTED, prompt=messages) == expected == content_of(PLAIN, prompt=messages)
 
 
 def test_prompt_column_may_hold_text_or_messages_and_refuses_other_values() -> None:
-    assert content_for_teacher({**PLAIN, "hint": "say 46"}, prompt_column="hint") == "say 46"
-    assert content_for_teacher({**CHATTED, "hint": "say 46"}, prompt_column="hint")[-1]["content"] == "say 46"
-    assert content_for_teacher({**CHATTED, "hint": CHAT[1:]}, prompt_column="hint") == CHAT[1:]
+    assert content_of({**PLAIN, "hint": "say 46"}, prompt_column="hint") == "say 46"
+    assert content_of({**CHATTED, "hint": "say 46"}, prompt_column="hint")[-1]["content"] == "say 46"
+    assert content_of({**CHATTED, "hint": CHAT[1:]}, prompt_column="hint") == CHAT[1:]
     for wrong, problem in ((None, "is missing or empty"), ("", "is missing or empty"), (7, "is a int")):
         with pytest.raises(DataError, match=f"teachers.math.prompt_column = 'hint': the column {problem}"):
             teacher_prompt(prompt_column="hint").of_row({**PLAIN, "hint": wrong})
@@ -96,7 +90,7 @@ def test_a_column_missing_in_the_row_is_named_with_the_columns_present(row: dict
     ):
         teacher_prompt(prompt="{{ prompt }}{{ feedback }}").of_row(row)
     assert (
-        content_for_teacher(row, prompt="{{ prompt }}{% if feedback is defined %}{{ feedback }}{% endif %}")
+        content_of(row, prompt="{{ prompt }}{% if feedback is defined %}{{ feedback }}{% endif %}")
         == "12+34="
     )
 
