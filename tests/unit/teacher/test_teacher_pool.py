@@ -1054,7 +1054,7 @@ def test_a_replica_still_starting_is_cancelled_when_another_cannot_start() -> No
 
 
 def test_a_started_replica_that_refuses_connections_is_asked_again_or_restarted_if_dead() -> None:
-    """The first connection may time out on a busy machine although the process is ready. External servers are not retried."""
+    """The first connection may time out on a busy machine although the process is ready; external servers get no retry."""
 
     def slow(name: str) -> Scripted:
         replica = Scripted(name)
