@@ -1,8 +1,8 @@
-"""The Triton kernels of all rooms, run by Triton's interpreter on the CPU.
+"""The tests of all Triton kernels, run in Triton's interpreter on the CPU.
 
-Triton decides when a kernel is defined whether it will be interpreted, so the cases need TRITON_INTERPRET=1 before anything imports it.
-They lie in their rooms and are skipped there; this runs them in one process of its own, because importing torch and transformers
-takes longer than most of them.
+Triton decides when a kernel is defined whether it is interpreted, so TRITON_INTERPRET=1 must be set before Triton is
+imported. The tests are in the folders of their subjects and are skipped there. They run here in one separate process,
+since importing torch and transformers takes longer than most of them.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.kernels
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the triton package is not installed")
 @pytest.mark.timeout(600)
-def test_kernels_under_the_interpreter() -> None:
+def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [
