@@ -1,9 +1,10 @@
-"""A stand-in for vLLM's server over a model that can be enumerated: p(y | x) is proportional to `weight(x, y)`. It needs
-only the standard library, so it starts at once.
+"""A stand-in for vLLM's server over a model that can be enumerated: p(y | x) is proportional to `weight(x, y)`.
 
-`VLLM_PLAN` names a file with the behaviour of each start of a server; the last entry holds for all later starts. An entry
-is `serves`, `dies at once`, or a number of answers after which the server is killed. The command lines of all starts are
-kept beside the file, one per line.
+It needs only the standard library, so it starts at once.
+
+`VLLM_PLAN` names a file with the behaviour of each start of a server; the last entry holds for all later starts. An
+entry is `serves`, `dies at once`, or a number of answers after which the server is killed. The command lines of all
+starts are kept beside the file, one per line.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Input, one line of JSON per replica, from standard input or from the pipe `--wat
 {"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
 Output, one line of JSON each: {"pid": …}
 
-Each child runs the real server. `lie` names a way in which its replies are corrupted; its log names every corrupted reply.
+Each child runs the real server. `lie` names a way in which its replies are corrupted; its log lists all of them.
 Children end with this process: they watch a pipe whose other end only this process holds.
 """
 

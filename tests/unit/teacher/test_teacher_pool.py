@@ -722,7 +722,8 @@ def test_a_start_that_times_out_reports_the_wait_and_the_last_answer_of_the_serv
 
 
 @pytest.mark.parametrize(
-    "error", [NotAllowed("(401) no token"), NoSuchRoute("(404) no model"), TeacherError("serves no model 'x'"), BAD_REPLY]
+    "error",
+    [NotAllowed("(401) no token"), NoSuchRoute("(404) no model"), TeacherError("serves no model 'x'"), BAD_REPLY],
 )  # fmt: skip
 def test_a_permanent_error_of_an_external_server_ends_the_start_at_once(error: TeacherError) -> None:
     rig = UnreadyServers(NotServing("(503) loading"), error)
@@ -1054,7 +1055,7 @@ def test_a_replica_still_starting_is_cancelled_when_another_cannot_start() -> No
 
 
 def test_a_started_replica_that_refuses_connections_is_asked_again_or_restarted_if_dead() -> None:
-    """The first connection may time out on a busy machine although the process is ready; external servers get no retry."""
+    """On a busy machine the first connection to a ready process may time out. External servers are not retried."""
 
     def slow(name: str) -> Scripted:
         replica = Scripted(name)
