@@ -1,4 +1,4 @@
-"""A step that met a full GPU is taken again with smaller micro-batches, as long as nothing was touched."""
+"""A step that runs out of GPU memory is retried with smaller micro-batches, as long as no weight has changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capa
 
 
 class SmallGpu:
-    """An objective whose backward would not fit above a number of loss-bearing tokens in one pass."""
+    """An objective that runs out of memory above a number of trained tokens in one pass."""
 
     def __init__(self, objective: Any, fits: int) -> None:
         self._objective, self._fits = objective, fits
@@ -51,7 +51,7 @@ def usage_of(learner: Any, result: Any) -> dict[str, float]:
     return usage_metrics(system, result, 1.0)
 
 
-def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
+def test_micro_batches_are_halved_until_they_fit_and_stay_small_for_later_steps() -> None:
     batch = batch_of()
     learner, shown = small_gpu_learner(tokens=64, fits=12)
     result = learn(learner, batch)
@@ -66,17 +66,19 @@ def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
 
     passes = len(learner.objective.passes)
     second = learn(learner, batch_of(seed=1))
-    assert len(learner.objective.passes) - passes == second.micro_batches, "the second step starts small"
+    assert len(learner.objective.passes) - passes == second.micro_batches, (
+        "the second step must start with the smaller size"
+    )
     assert shown.getvalue().count("the GPU's memory was full") == 1
 
 
-def test_a_run_with_room_keeps_what_the_recipe_says() -> None:
+def test_micro_batches_that_fit_keep_the_recipes_size() -> None:
     learner, shown = small_gpu_learner(tokens=64, fits=10_000)
     result = learn(learner, batch_of())
     assert usage_of(learner, result)["perf/micro_batch_tokens"] == 64 and not shown.getvalue()
 
 
-def test_a_row_that_does_not_fit_alone_ends_the_run_with_the_weights_as_they_were() -> None:
+def test_a_single_row_that_does_not_fit_raises_and_leaves_the_weights_unchanged() -> None:
     learner, shown = small_gpu_learner(tokens=20, fits=1)
     before = {name: value.clone() for name, value in learner.policy.model.state_dict().items()}
     with pytest.raises(torch.OutOfMemoryError):
@@ -85,15 +87,15 @@ def test_a_row_that_does_not_fit_alone_ends_the_run_with_the_weights_as_they_wer
     assert learner.policy.step == 0 and learner.micro_batches.most_tokens is None and not shown.getvalue()
 
 
-def test_a_run_that_repeats_to_the_bit_stops_instead() -> None:
+def test_a_deterministic_run_does_not_retry_with_smaller_micro_batches() -> None:
     learner, _ = small_gpu_learner(tokens=64, fits=12, deterministic=True)
     with pytest.raises(torch.OutOfMemoryError):
         learn(learner, batch_of())
     assert len(learner.objective.passes) == 1
 
 
-def test_memory_that_ends_in_the_optimizer_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some weights may be new by then."""
+def test_out_of_memory_in_the_optimizer_step_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights may already have changed."""
     learner, _ = small_gpu_learner(tokens=64, fits=10_000)
     calls = []
 

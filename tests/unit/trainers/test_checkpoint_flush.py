@@ -1,4 +1,4 @@
-"""A disk that does not take a flush, or takes it late: the run says which step is not saved, and counts the wait."""
+"""A flush that fails or waits during a save: the error names the step, and the wait counts as checkpoint time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from understudy.observability.spans import Spans
 from understudy.trainers.checkpoints import save_checkpoint
 
 
-def test_a_flush_that_fails_is_told_as_a_checkpoint_that_is_not_saved(tmp_path: Path) -> None:
+def test_a_failed_flush_is_reported_as_a_checkpoint_error_with_its_step(tmp_path: Path) -> None:
     async def fails() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -35,7 +35,7 @@ def test_a_flush_that_fails_is_told_as_a_checkpoint_that_is_not_saved(tmp_path: 
         asyncio.run(save_checkpoint(system, 7))
 
 
-def test_the_wait_for_the_save_before_counts_as_time_of_checkpoints(tmp_path: Path) -> None:
+def test_waiting_for_the_previous_save_counts_as_checkpoint_time(tmp_path: Path) -> None:
     async def saves() -> float:
         async def fails() -> None:
             raise OSError(errno.EIO, "Input/output error")

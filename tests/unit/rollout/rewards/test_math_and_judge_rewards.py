@@ -1,4 +1,4 @@
-"""Rewards that need another process: math-verify in a jailed child, and a model as judge over HTTP."""
+"""Rewards that need another process: math-verify in a sandboxed child, and a model as judge over HTTP."""
 
 import asyncio
 import importlib.util
@@ -43,19 +43,21 @@ def grade(answer: Any, text: str, **settings: Any) -> dict[str, float]:
         ("7", "no number here", 0.0),
     ],
 )
-def test_equal_mathematics_scores(answer: str, text: str, score: float) -> None:
+def test_math_verify_scores_answers_that_are_mathematically_equal(
+    answer: str, text: str, score: float
+) -> None:
     found = grade(answer, text)
     assert found["score"] == score and found["parsed"] == float(text != "no number here")
 
 
 @needs_math_verify
-def test_grading_that_never_ends_is_worth_nothing() -> None:
+def test_math_verify_scores_zero_when_grading_exceeds_its_deadline() -> None:
     result = grade("42", "$" + "9^" * 60 + "9$", deadline_s=3.0)
     assert result["score"] == 0.0
 
 
 @needs_math_verify
-def test_unreadable_references_are_the_dataset_s_fault() -> None:
+def test_math_verify_raises_a_data_error_for_an_unreadable_reference_answer() -> None:
     with pytest.raises(DataError, match="reference answer"):
         grade("", "42")
 
@@ -68,7 +70,7 @@ def test_unreadable_references_are_the_dataset_s_fault() -> None:
         ("words", {"score": 0.0, "parsed": 0.0, "timeout": 0.0}),
     ],
 )
-def test_any_answer_of_a_list_counts(
+def test_math_verify_accepts_any_readable_answer_of_a_list(
     monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, float]
 ) -> None:
     class Grader:
@@ -86,13 +88,13 @@ def test_any_answer_of_a_list_counts(
         grade(["seven", "sept"], text)
 
 
-def test_a_row_without_an_answer_is_the_dataset_s_fault() -> None:
+def test_math_verify_raises_a_data_error_for_a_row_without_an_answer() -> None:
     with pytest.raises(DataError, match="answer"):
         grade(None, "42")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
-def test_the_missing_package_is_named() -> None:
+def test_math_verify_names_the_install_command_when_the_package_is_missing() -> None:
     with pytest.raises(ConfigError, match="pip install math-verify"):
         grade("42", "42")
 
@@ -140,7 +142,7 @@ def ask(server: JudgeServer, **settings: Any) -> dict[str, float]:
         ("SCORE: -3", 10.0, 0.0),
     ],
 )
-def test_the_judge_s_score_is_scaled(reply: str, scale: float, score: float) -> None:
+def test_the_judges_score_is_divided_by_the_scale_and_clamped(reply: str, scale: float, score: float) -> None:
     server = JudgeServer(reply)
     assert ask(server, scale=scale)["score"] == score
     (request,) = server.requests
@@ -148,13 +150,13 @@ def test_the_judge_s_score_is_scaled(reply: str, scale: float, score: float) -> 
     assert all(text in request["messages"][1]["content"] for text in ("1+1?", "2 {exactly}", "it is {two}"))
 
 
-def test_a_reply_without_a_score_is_asked_for_again() -> None:
+def test_the_judge_is_asked_again_when_its_reply_has_no_score() -> None:
     assert ask(JudgeServer("hm", "SCORE: 1"))["attempts"] == 2.0
     with pytest.raises(DataError, match=r"no `SCORE: n` in 4 tries.*hm"):
         ask(JudgeServer("hm"))
 
 
-def test_a_server_in_trouble_is_asked_again_and_is_never_the_row_s_fault(
+def test_the_judge_retries_error_statuses_with_backoff_and_finally_raises_an_engine_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sleeps: list[float] = []
@@ -175,16 +177,16 @@ def test_a_server_in_trouble_is_asked_again_and_is_never_the_row_s_fault(
     limited.refusal_headers = {"Retry-After": "30"}
     assert waits(limited) == [30.0, 30.0]
     limited.answers = [503, 429, "SCORE: 1"]
-    assert waits(limited, deadline_s=0.75) == [0.75, 1.0], "no longer than its own deadline"
+    assert waits(limited, deadline_s=0.75) == [0.75, 1.0], "Retry-After is capped by the judge's deadline"
     with pytest.raises(EngineError, match="503"):
         ask(JudgeServer(503))
     refused = JudgeServer(401)
     with pytest.raises(EngineError, match="401"):
         ask(refused)
-    assert len(refused.requests) == 1, "a refusal is final"
+    assert len(refused.requests) == 1, "401 is not retried"
 
 
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judges_api_key_comes_from_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(EngineError, match="JUDGE_KEY"):
         ask(JudgeServer("SCORE: 1"), key_variable="JUDGE_KEY")

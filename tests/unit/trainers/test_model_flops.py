@@ -16,20 +16,20 @@ def small(tied: bool) -> Qwen3ForCausalLM:
 
 
 def counted(model: Qwen3ForCausalLM, tokens: int) -> float:
-    """Forward and backward over rows of one token each, where attention scores cost next to nothing."""
+    """FLOPs of forward and backward over rows of one token, for which attention scores cost next to nothing."""
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(tokens, 1, dtype=torch.int64)).logits.sum().backward()
     return float(counter.get_total_flops())
 
 
-def test_model_flops_are_those_of_the_matrix_products() -> None:
+def test_model_flops_match_pytorchs_flop_counter() -> None:
     for tied in (False, True):
         model = small(tied)
         expected = counted(model, 64)
         assert 0.97 < model_flops(model, 64) / expected < 1.05, tied
 
 
-def test_frozen_weights_need_no_gradient() -> None:
+def test_model_flops_of_frozen_weights_exclude_their_gradient() -> None:
     model = small(False)
     whole = model_flops(model, 10)
     model.requires_grad_(False)

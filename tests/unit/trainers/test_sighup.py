@@ -1,4 +1,4 @@
-"""SIGHUP is a stop, once; under nohup it stays ignored."""
+"""SIGHUP requests a stop; under nohup it stays ignored."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ import signal
 from understudy.trainers.stopping import Interrupts
 
 
-def test_a_hangup_asks_to_stop_and_a_second_one_changes_nothing() -> None:
+def test_sighup_requests_a_stop_and_a_second_one_changes_nothing() -> None:
     async def run() -> list[str]:
         notes: list[str] = []
         with Interrupts(notes.append) as stop:
@@ -26,7 +26,7 @@ def test_a_hangup_asks_to_stop_and_a_second_one_changes_nothing() -> None:
     assert len(notes) == 1 and notes[0].startswith("SIGHUP: finishing this step")
 
 
-def test_under_nohup_it_stays_ignored() -> None:
+def test_sighup_stays_ignored_under_nohup() -> None:
     async def run() -> None:
         with Interrupts(lambda text: None) as stop:
             os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The shipped rewards: what counts as the same answer, and what a dataset without answers is told."""
+"""The built-in rewards: which answers count as equal, and how datasets without answers are refused."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ WORKED = "He sold 48/2 = <<48/2=24>>24 clips.\nSo #### 24 is half, and altogethe
     ("text", "reward"),
     [("64", 1.0), (" 64\n", 1.0), ("46", 0.0), ("640", 0.0), ("6 4", 0.0), ("", 0.0)],
 )
-def test_exact_match_ignores_only_the_white_space_around(text: str, reward: float) -> None:
+def test_exact_match_ignores_only_surrounding_whitespace(text: str, reward: float) -> None:
     assert exact_match({"answer": "64"}, text) == reward
     assert exact_match({"answer": " 64 "}, text) == reward
 
 
-def test_exact_match_reads_an_answer_that_is_not_text() -> None:
+def test_exact_match_accepts_numeric_reference_answers() -> None:
     assert exact_match({"answer": 64}, "64") == 1.0
-    # A column of whole numbers of which one is missing is one of floats in pandas.
+    # pandas turns a column of integers with a missing value into floats.
     assert [exact_match({"answer": 64.0}, text) for text in ("64", "64.0", "6")] == [1.0, 1.0, 0.0]
     assert [exact_match({"answer": 0.5}, text) for text in ("0.5", "0")] == [1.0, 0.0]
 
@@ -42,7 +42,7 @@ def test_exact_match_reads_an_answer_that_is_not_text() -> None:
         "#### 1072\n#### ...\n#### unsure",
     ],
 )
-def test_gsm8k_accepts_every_way_to_write_the_number(text: str) -> None:
+def test_gsm8k_accepts_common_ways_to_write_the_number(text: str) -> None:
     assert gsm8k({"answer": WORKED}, text)["score"] == 1.0
     assert gsm8k({"answer": "1,072"}, text)["score"] == 1.0
     assert gsm8k({"answer": 1072}, text)["score"] == 1.0
@@ -51,16 +51,16 @@ def test_gsm8k_accepts_every_way_to_write_the_number(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "1072", "#### 1072 #### 5", "#### -1072", "#### 24", "#### 10 72", "#### 1072-1", "####"]
 )
-def test_gsm8k_pays_nothing_for_anything_else(text: str) -> None:
+def test_gsm8k_scores_zero_for_a_missing_or_wrong_final_number(text: str) -> None:
     assert gsm8k({"answer": WORKED}, text)["score"] == 0.0
 
 
-def test_gsm8k_tells_signs_and_decimals_apart() -> None:
+def test_gsm8k_distinguishes_signs_and_reads_decimals() -> None:
     assert gsm8k({"answer": "#### -0.5"}, "#### -.50")["score"] == 1.0
     assert gsm8k({"answer": "#### -0.5"}, "#### 0.5")["score"] == 0.0
 
 
-def test_any_answer_of_a_list_counts() -> None:
+def test_builtin_rewards_accept_any_answer_of_a_list() -> None:
     row = {"reward_model": {"ground_truth": ["42", "forty-two", 43]}}
     assert [exact_match(row, text) for text in ("42", "forty-two", "43", "44", str(["42"]))] == [
         1,
@@ -88,24 +88,24 @@ def test_any_answer_of_a_list_counts() -> None:
         {"question": "1+1", "answer": float("nan")},
     ],
 )
-def test_a_row_without_an_answer_is_the_datasets_fault(reward, row: dict) -> None:
+def test_builtin_rewards_raise_a_data_error_for_a_row_without_an_answer(reward, row: dict) -> None:
     with pytest.raises(DataError, match=r"nothing in column 'answer'.*'question'"):
         reward(row, "2")
 
 
-def test_gsm8k_refuses_an_answer_without_a_number() -> None:
+def test_gsm8k_raises_a_data_error_for_a_reference_without_a_number() -> None:
     with pytest.raises(DataError, match=r"column 'answer' holds 'many'.*#### number"):
         gsm8k({"answer": "many"}, "#### 2")
 
 
 @given(st.text())
-def test_no_writing_makes_a_reward_raise(text: str) -> None:
+def test_no_generated_text_makes_a_builtin_reward_raise(text: str) -> None:
     for written in (text, f"#### {text}"):
         assert gsm8k({"answer": "7"}, written)["score"] in (0.0, 1.0)
         assert exact_match({"answer": "7"}, written) in (0.0, 1.0)
 
 
-def test_recipes_find_them_by_name() -> None:
+def test_load_reward_finds_builtin_rewards_by_name() -> None:
     assert load_reward("understudy.rollout.rewards.builtin:gsm8k").function is gsm8k
     assert not load_reward("understudy.rollout.rewards.builtin:exact_match").wants_trajectory
 
@@ -123,7 +123,7 @@ def test_recipes_find_them_by_name() -> None:
         ("", 0.0),
     ],
 )
-def test_the_boxed_number_counts_or_else_the_last_one(text: str, reward: float) -> None:
+def test_boxed_number_reads_the_boxed_number_or_else_the_last_number(text: str, reward: float) -> None:
     assert boxed_number({"answer": "6*200+34=1234\n#### 1,234"}, text)["score"] == reward
 
 
@@ -146,16 +146,16 @@ def test_the_boxed_number_counts_or_else_the_last_one(text: str, reward: float) 
         ("\u22125", "-5"),
     ],
 )
-def test_numbers_as_models_write_them(answer: str, text: str) -> None:
+def test_boxed_number_reads_decimals_tex_commas_and_unicode_minus_signs(answer: str, text: str) -> None:
     assert boxed_number({"answer": answer}, text)["score"] == 1.0
 
 
-def test_gsm8k_reads_a_minus_sign_and_tex_s_comma() -> None:
+def test_gsm8k_reads_a_unicode_minus_sign_and_a_tex_comma() -> None:
     assert gsm8k({"answer": "-1000"}, "#### \u22121{,}000")["score"] == 1.0
     assert gsm8k({"answer": "5"}, "#### \u22125")["score"] == 0.0
 
 
-def test_a_boxed_zero_is_an_answer() -> None:
+def test_boxed_number_treats_a_boxed_zero_as_an_answer() -> None:
     assert boxed_number({"answer": "0"}, r"\boxed{0} of 5")["score"] == 1.0
 
 
@@ -170,5 +170,5 @@ def test_a_boxed_zero_is_an_answer() -> None:
         (boxed_number, r"\boxed{seven}", 0.0),
     ],
 )
-def test_a_reward_says_whether_it_found_a_result(reward: Any, text: str, parsed: float) -> None:
+def test_builtin_rewards_report_whether_a_result_was_parsed(reward: Any, text: str, parsed: float) -> None:
     assert reward({"answer": "7"}, text)["parsed"] == parsed

@@ -1,4 +1,4 @@
-"""A worker whose run has gone ends quietly: its stderr is the run's, where the run has just said why it ended."""
+"""A worker whose run is gone ends without output: its stderr is the run's, which has just reported why it ended."""
 
 import asyncio
 import os
@@ -17,8 +17,8 @@ from understudy.types.prompt import Prompt
 SESSIONS = 3
 
 
-def test_sessions_that_cannot_be_told_print_no_stacks(tmp_path: Path) -> None:
-    """As after a freeze: the run closed the pipes while generations were under way."""
+def test_a_worker_whose_run_is_gone_exits_with_code_0_and_prints_no_tracebacks(tmp_path: Path) -> None:
+    """The run closed its pipes while generations were under way, so the worker cannot report its sessions."""
     tokenizer = chat_tokenizer("chatml")
     tokenizer.save_pretrained(tmp_path)
     setup = wire.Setup(str(tmp_path), "chatty_loop:Chatty", {}, CONTEXT, 8, {}, sys.path)
