@@ -102,7 +102,7 @@ def _run(arguments: list[str]) -> int:
         raise_if_interrupted()  # an import may have made an ImportError of it
         if debug:
             raise
-        from understudy.planning.installed import too_old
+        from understudy.cluster.installed import too_old
 
         outdated = too_old()
         if outdated:  # the likely cause

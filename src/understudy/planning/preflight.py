@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
 
 from understudy.cluster.devices import visible_gpus
+from understudy.cluster.installed import FRAMEWORKS, too_old
 from understudy.config import Recipe, TeacherConfig
 from understudy.config.rollout import RolloutConfig
 from understudy.errors import ConfigError, UnderstudyError
@@ -33,7 +34,6 @@ from understudy.planning.image_checks import (
     replicas_read_pictures,
     with_picture_tokens,
 )
-from understudy.planning.installed import FRAMEWORKS, too_old
 from understudy.planning.models.adapter_targets import targets_fit
 from understudy.planning.models.aligned import (
     aligned_sides,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from understudy.planning.installed import too_old
+from understudy.cluster.installed import too_old
 
 
 def install(folder: Path, name: str, version: str) -> None:

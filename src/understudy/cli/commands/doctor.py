@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from understudy.cluster.installed import too_old
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.rundir import RunDir, read_whole
 from understudy.observability.watchdog import read_waits, run_status
-from understudy.planning.installed import too_old
 from understudy.planning.preflight import PYTHON_VARIABLE
 from understudy.rollout.tools.sandbox import namespace_problem
 
