@@ -145,10 +145,10 @@ def train(
     callbacks = Callbacks(on_step, on_eval, on_checkpoint)
 
     def run(checked: Recipe, rows: GivenRows | None = None) -> Run:
-        problems = preflight(checked, progress=progress)
-        if problems:
-            raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
         with early_fork_server(checked.cluster, checked.teachers):
+            problems = preflight(checked, progress=progress)
+            if problems:
+                raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
             from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
             return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows, callbacks=callbacks)))

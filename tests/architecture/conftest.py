@@ -1,4 +1,4 @@
-"""Syntax trees are kept for the tests of one module, and no longer: they are large."""
+"""Clears the cache of syntax trees after each test module, because they are large."""
 
 from collections.abc import Iterator
 

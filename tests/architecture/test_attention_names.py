@@ -1,4 +1,4 @@
-"""Attention functions are registered with transformers by name, for the whole process: no room may take another's name."""
+"""Attention functions are registered with transformers by name for the whole process, so names must not collide."""
 
 from transformers import AttentionInterface
 
@@ -7,7 +7,7 @@ from understudy.policy.forward import attention
 from understudy.teacher.scoring import varlen
 
 
-def test_a_teacher_in_the_trainers_process_leaves_the_students_attention_alone() -> None:
+def test_student_teacher_and_engine_register_their_attention_under_different_names() -> None:
     varlen.register()
     known = AttentionInterface()
     assert known[attention.VARLEN] is attention.varlen_attention

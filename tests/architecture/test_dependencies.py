@@ -12,13 +12,13 @@ from sources import nodes
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"pyyaml": "yaml", "transferqueue": "transfer_queue"}
-"""Distributions whose module has another name."""
-BESIDE = {
+"""Distributions whose module has another name → that name."""
+BUNDLED = {
     "pydantic_core": "pydantic",
     "tensordict": "transferqueue",
     "triton": "torch",
 }
-"""Modules that come with a dependency and change with it."""
+"""Modules that come with a dependency and follow its version → that dependency."""
 OWN = {"understudy", "understudy_copy_plan"}
 
 
@@ -29,7 +29,7 @@ def module_of(requirement: str) -> str:
 
 @cache
 def imported() -> dict[str, str]:
-    """Modules from outside, each with a file that imports it."""
+    """Third-party modules, each with a file that imports it."""
     found = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in nodes(path):
@@ -55,5 +55,5 @@ def test_every_import_is_declared() -> None:
     declared = {module_of(one) for one in [*PROJECT["dependencies"], *extras]}
     missing = {name: path for name, path in imported().items() if name not in declared}
     assert {
-        name: path for name, path in missing.items() if BESIDE.get(name) not in declared | {"transferqueue"}
+        name: path for name, path in missing.items() if BUNDLED.get(name) not in declared | {"transferqueue"}
     } == {}

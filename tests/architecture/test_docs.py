@@ -1,6 +1,6 @@
-"""The docs name what exists: recipe keys with their values and defaults, commands and flags, files, names in the code, metrics, anchors.
+"""The docs name only things that exist: recipe keys with values and defaults, commands, files, names, metrics, anchors.
 
-Each check takes a page's text and gives its complaints; the last tests feed every check something wrong.
+Each check takes a page's text and returns problems. The last tests give every check a wrong text.
 """
 
 import argparse
@@ -31,11 +31,11 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *(ROOT / "docs" / "reference" / name for name in ("keys.md", "errors.md")),
 ]
-OTHERS_NAMES = {
+NAMES_OF_OTHER_PROJECTS = {
     "staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches", "ppo_mini_batch_size",
     "evict_first", "AutoModelForCausalLM",
 }  # fmt: skip
-"""Of verl, Triton and transformers, where a page speaks of them outside of a table's first column."""
+"""Names of verl, Triton and transformers that pages mention outside of a table's first column."""
 METRIC_ROOTS = "actor|async|critic|perf|response_length|rollout|rollout_corr|rows|teacher|time|training|val"
 
 
@@ -44,7 +44,7 @@ def fences(text: str, language: str = r"\w*") -> list[str]:
 
 
 def prose(text: str) -> str:
-    """All but fences, and without the left column of tables that translate from verl or TRL."""
+    """The text without fenced blocks, and without the left column of tables that translate from verl or TRL."""
     left = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     others = text.startswith("# Coming from ")
     return re.sub(r"^\|[^|]*\|", "|", left, flags=re.MULTILINE) if others else left
@@ -58,7 +58,7 @@ def spans(text: str) -> list[str]:
 
 
 def field_at(path: str) -> FieldInfo | Any:
-    """The field, or what else lies there; `KeyError` where nothing does."""
+    """The field at this path, or a section or `Any`; `KeyError` if there is none."""
     current: Any = Recipe
     for part in path.split("."):
         if isinstance(current, FieldInfo):
@@ -67,7 +67,7 @@ def field_at(path: str) -> FieldInfo | Any:
                 return Any  # an agent loop's own options
             if section is not None:
                 current = section
-                continue  # the part is a name of the user's
+                continue  # this part is a name that the user chooses
         if not (isinstance(current, type) and issubclass(current, BaseModel)):
             raise KeyError(part)
         if part == "*":
@@ -123,7 +123,8 @@ def keys(text: str) -> list[str]:
 
 
 def siblings_in(cell: str) -> Iterator[tuple[str, Any]]:
-    """`trainer.ranks`, `micro_batch_tokens`, …: what follows a whole key in a table's first cell is a key of its section."""
+    """In a table's first cell, names after a whole key are keys of its section: `trainer.ranks`,
+    `micro_batch_tokens`."""
     section = ""
     for span in re.findall(r"`([^`]+)`", cell):
         if dotted := re.match(rf"((?:{SECTION})(?:\.[\w*]+)*)\.[\w*]+", span):
@@ -216,12 +217,12 @@ def source() -> str:
 
 @cache
 def words() -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", source())) | OTHERS_NAMES
+    return frozenset(re.findall(r"\w+", source())) | NAMES_OF_OTHER_PROJECTS
 
 
 @cache
 def classes() -> dict[str, set[str]]:
-    """Every class with what it defines: methods, fields, and what its methods set."""
+    """Every class with the names of its methods and annotated fields."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         for node in nodes(path):
@@ -248,7 +249,7 @@ def file_of(name: str) -> Path | None:
 
 @cache
 def is_of_a_run(name: str) -> bool:
-    """Whether the code names such a file: runs write it."""
+    """Whether the code names such a file, so that a run may write it."""
     last = name.strip("/").rpartition("/")[2]
     if name.endswith((".py", ".toml", ".md")) or last not in source():
         return False
@@ -361,13 +362,13 @@ CHECKS: list[Callable[[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_names_what_exists(page: Path) -> None:
+def test_the_page_names_only_things_that_exist(page: Path) -> None:
     text = page.read_text()
     assert [problem for check in CHECKS for problem in check(text)] + anchors(text, page) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_begins_with_a_sentence(page: Path) -> None:
+def test_the_page_begins_with_a_sentence_of_text(page: Path) -> None:
     first = page.read_text().split("\n\n")[1]
     assert re.match(r"[\w`*]", first), f"{page.name} does not say what it is about: {first[:60]}"
 
@@ -405,7 +406,7 @@ def test_the_page_begins_with_a_sentence(page: Path) -> None:
         (metrics, "`val/pas@4`"),
     ],
 )
-def test_a_wrong_name_is_found(check: Callable[[str], list[str]], wrong: str) -> None:
+def test_each_check_finds_a_wrong_name(check: Callable[[str], list[str]], wrong: str) -> None:
     assert check(f"# A page\n\nIt says {wrong}." if wrong.startswith("`") and "```" not in wrong else wrong)
 
 

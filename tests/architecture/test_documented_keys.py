@@ -1,4 +1,4 @@
-"""Keys that no page named before are named in one."""
+"""Recipe keys and variables that were missing in the docs are named on a page."""
 
 import re
 from pathlib import Path
@@ -17,5 +17,5 @@ PAGES = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted(ROOT
         "WANDB_PROJECT", "WANDB_ENTITY",
     ],
 )  # fmt: skip
-def test_the_key_is_in_a_page(name: str) -> None:
+def test_the_key_or_variable_is_named_on_a_page(name: str) -> None:
     assert re.search(rf"`{re.escape(name)}\b", PAGES)

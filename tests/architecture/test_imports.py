@@ -1,4 +1,4 @@
-"""Who may import whom (the plan is in docs/architecture.md), read from the source itself."""
+"""Which folder may import which (docs/architecture.md), and other rules of the source that its syntax trees show."""
 
 import ast
 import subprocess
@@ -29,8 +29,8 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-"""Each room imports from lower layers alone; rooms of one layer do not know each other."""
-STRANGERS = {
+"""Each folder imports from lower layers only; folders of one layer do not import each other."""
+FORBIDDEN_LOWER = {
     "cluster": {"types", "serving"},
     "porting": {"types", "nn", "assets", "observability", "serving"},
     "losses": {"config", "observability", "serving", "nn"},
@@ -41,11 +41,11 @@ STRANGERS = {
     "viewer": {"teacher", "losses", "cluster", "weights", "config", "serving", "types", "nn", "assets"},
     "rollout": {"viewer", "teacher", "dataplane", "losses", "policy", "weights", "cluster", "config"},
 }
-"""Lower rooms that a room does without all the same: it is handed what it needs."""
+"""Lower folders that a folder must not import all the same: it gets what it needs as arguments."""
 ONLY_IN_ADAPTERS = {"ray": "cluster/ray", "transfer_queue": "dataplane/transfer_queue/"}
 NEVER = {"vllm", "sglang"}
 ENGINES_SEEN_BY_ROLLOUT = {"understudy.engines.base"}
-"""The protocol, never an engine."""
+"""Only the protocol, never an engine."""
 MOST_FILES = 16
 MOST_FIELDS = 12
 WHOLE_RECIPE = {
@@ -73,7 +73,7 @@ def allowed(own: str) -> set[str]:
     lower: set[str] = set()
     for layer in LAYERS:
         if own in layer:
-            return lower - STRANGERS.get(own, set())
+            return lower - FORBIDDEN_LOWER.get(own, set())
         lower |= layer
     raise AssertionError(f"{own} is in no layer")
 
@@ -90,7 +90,7 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def room(path: Path) -> str:
+def folder_of(path: Path) -> str:
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
@@ -99,8 +99,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_rooms_import_only_downwards(path: Path) -> None:
-    own = room(path)
+def test_folders_import_only_from_lower_layers(path: Path) -> None:
+    own = folder_of(path)
     for name in imports(path):
         parts = name.split(".")
         if parts[0] != "understudy" or len(parts) < 2 or parts[1] in (own, "__version__"):
@@ -118,20 +118,20 @@ SCRIPTS = [
 ]
 
 
-def test_no_folder_is_too_full() -> None:
+def test_no_folder_has_more_than_16_files() -> None:
     tests = (ROOT / "tests").rglob("*.py")
     folders = Counter(path.parent for path in [*FILES, *SCRIPTS, *tests] if path.name != "__init__.py")
     assert not {str(folder): files for folder, files in folders.items() if files > MOST_FILES}
 
 
-def test_no_two_test_modules_have_one_name() -> None:
-    """pytest imports them by their names alone, and refuses the second of two."""
+def test_names_of_test_modules_are_unique() -> None:
+    """pytest imports test modules by their file names and refuses a second one of the same name."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
     assert not {name for name, files in names.items() if files > 1} - {"__init__.py", "conftest.py"}
 
 
 def test_scripts_import_names_that_exist() -> None:
-    """Types of recipes and examples are not checked and some need a GPU, so that a renamed class would go unnoticed."""
+    """mypy does not check recipes and examples, and some need a GPU, so a renamed class would not be noticed."""
     modules = {module(path): path for path in [*FILES, PACKAGE / "__init__.py"]}
     missing = []
     for script in SCRIPTS:
@@ -162,8 +162,8 @@ def bound_names(path: Path) -> set[str]:
     return found
 
 
-def test_no_modules_import_each_other() -> None:
-    """No circle of imports, those for types and inside functions counted."""
+def test_imports_have_no_cycles() -> None:
+    """Imports for types and inside functions count too."""
     modules = {module(path): path for path in FILES}
     wanted = {
         name: {other for other in imports(path) & modules.keys() if other != name}
@@ -180,7 +180,7 @@ def module(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_outside_systems_stay_in_their_adapters(path: Path) -> None:
+def test_ray_and_transfer_queue_are_imported_only_by_their_adapters_and_vllm_never(path: Path) -> None:
     tops = {name.split(".")[0] for name in imports(path)}
     assert not tops & NEVER, "vLLM and SGLang run as processes of their own and are never imported"
     for system, home in ONLY_IN_ADAPTERS.items():
@@ -188,13 +188,13 @@ def test_outside_systems_stay_in_their_adapters(path: Path) -> None:
             assert str(path.relative_to(PACKAGE)).startswith(home), f"{system} belongs in {home}"
 
 
-def test_few_files_take_a_whole_recipe() -> None:
-    """By importing the class, if only for an annotation, or by reading one."""
+def test_only_the_listed_files_take_a_whole_recipe() -> None:
+    """A file takes one if it imports the class, even for an annotation, or reads a recipe."""
 
     def takers(*names: str) -> set[str]:
         modules = ("config", "config.recipe", "planning.resolved")
         wanted = {f"understudy.{module}.{name}" for module in modules for name in names}
-        outside = [path for path in FILES if room(path) not in ("config", "planning")]
+        outside = [path for path in FILES if folder_of(path) not in ("config", "planning")]
         return {path.relative_to(PACKAGE).as_posix() for path in outside if imports(path) & wanted}
 
     assert takers("Recipe") == WHOLE_RECIPE
@@ -203,7 +203,7 @@ def test_few_files_take_a_whole_recipe() -> None:
 
 
 def test_the_parts_of_a_run_are_small_records_without_the_recipe() -> None:
-    """Of `trainers/system.py`. A function takes the record it needs, and asks its `settings`."""
+    """The records of `trainers/system.py`. A function takes the record that it needs and reads its `settings`."""
     tree = ast.parse((PACKAGE / "trainers" / "system.py").read_text())
     records = {
         node.name: [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ def test_the_parts_of_a_run_are_small_records_without_the_recipe() -> None:
     assert not [name for name, fields in records.items() if "recipe" in fields]
 
 
-def test_no_room_called_utils() -> None:
+def test_no_file_or_folder_is_called_utils_helpers_misc_or_common() -> None:
     assert not [
         path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "helpers", "misc", "common")
     ]
@@ -241,9 +241,9 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
-    """Safetensors, JSON, TOML and our own frames; nothing from outside is executed, save by the jail, which is the
-    isolated child process that model-written code is for."""
+def test_no_code_unpickles_evaluates_or_trusts_remote_code() -> None:
+    """Data is read as safetensors, JSON, TOML and our own frames. Only the jail executes code: it is the isolated child
+    process for code that a model wrote."""
     for path in FILES:
         if path.relative_to(PACKAGE).as_posix() == "rollout/tools/jail.py":
             continue
@@ -265,8 +265,8 @@ def test_nothing_unpickles_or_evaluates() -> None:
                         ), path
 
 
-def test_a_class_name_means_one_thing() -> None:
-    """No two modules have public classes of the same name."""
+def test_names_of_public_classes_are_unique() -> None:
+    """A name means one class in the whole package."""
     places: dict[str, list[str]] = {}
     for path in FILES:
         for node in nodes(path):

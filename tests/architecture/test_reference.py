@@ -1,4 +1,4 @@
-"""The reference pages: generated ones are current; the page of metrics names every metric, and no other."""
+"""The reference pages: generated ones are up to date; the page of metrics names every metric and no other."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ GENERATED = runpy.run_path(str(ROOT / "docs" / "reference" / "generate.py"))["PA
 METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 ROOTS = r"actor|async|critic|perf|response_length|rollout|rollout_corr|rows|teacher|time|training|val"
 NO_METRICS = {"rows/s", "val/teacher_accuracy"}
-"""A unit, and the beginning of a name."""
+"""Strings that look like metrics: a unit, and the beginning of a name."""
 PLACE = r"[^/`]+"
 """Stands for a name that is only known in a run."""
 
@@ -61,7 +61,7 @@ def test_every_metric_of_the_recorded_run_is_described() -> None:
     assert {name for name in names if not patterns().fullmatch(name)} == set()
 
 
-def test_every_described_metric_is_one() -> None:
+def test_every_described_metric_exists_in_the_source() -> None:
     words = {word for path in SOURCE.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
     names = {name for name in described() if not name.endswith(("_min", "_max"))}
     plain = {name for name in names if not re.search(r"[A-Z]", name)}
@@ -72,6 +72,6 @@ def test_every_described_metric_is_one() -> None:
     } == set()
 
 
-def test_a_metric_that_is_not_described_would_be_found() -> None:
+def test_the_pattern_of_described_metrics_does_not_match_other_names() -> None:
     for name in ("actor/grad_norms", "perf/gpu", "teacher/add", "val/best@3"):
         assert not patterns().fullmatch(name)

@@ -14,8 +14,8 @@ import pytest
 Open = Callable[..., Any]
 
 
-# Not of the session: while it is open, Playwright's event loop counts as running in the tests' thread, and `asyncio.run`
-# of every later test is refused.
+# Not session-scoped: while it is open, Playwright's event loop counts as running in the tests' thread, so `asyncio.run`
+# of every later test would be refused.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
@@ -53,29 +53,29 @@ def view() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """A page at an address; at the end it must have had no error, no dialog and no request to elsewhere."""
+    """Opens pages; at the end they must have had no console error, no dialog and no request to another server."""
     pages: list[tuple[Any, list[str]]] = []
 
     def load(address: str, width: int = 1440, scheme: str = "light") -> Any:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        trouble: list[str] = []
+        problems: list[str] = []
         home = address.split("#")[0]
         page.on(
             "console",
-            lambda entry: trouble.append(entry.text) if entry.type in ("error", "warning") else None,
+            lambda entry: problems.append(entry.text) if entry.type in ("error", "warning") else None,
         )
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("dialog", lambda dialog: (trouble.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on(
             "request",
-            lambda sent: None if sent.url.startswith(home) else trouble.append(f"request {sent.url}"),
+            lambda sent: None if sent.url.startswith(home) else problems.append(f"request {sent.url}"),
         )
-        pages.append((page, trouble))
+        pages.append((page, problems))
         page.goto(address)
         page.wait_for_selector("main .view")
         return page
 
     yield load
-    for page, trouble in pages:
+    for page, problems in pages:
         page.close()
-        assert trouble == []
+        assert problems == []

@@ -1,4 +1,4 @@
-"""The page in a real browser: a recorded run, a live run, a killed run, hostile text, keyboard, two widths."""
+"""The viewer's page in a real browser: recorded, live and killed runs, hostile text, keyboard, two widths, pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recorded_run import HOSTILE, QUICKSTART, journalled, recorded_run
 from understudy.viewer.frozen import write_report
 
 PICTURES = os.environ.get("UNDERSTUDY_PICTURES")
-"""A folder for screenshots; docs/images when the pictures of the docs are made again."""
+"""A folder for screenshots, or None; set it to docs/images to renew the pictures of the docs."""
 
 
 _CTRL_C = """
@@ -30,29 +30,30 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", "understudy.cli.main", *sys.argv[1:]])
 """
-"""Under a shell's background job SIGINT is ignored, and a child would inherit that."""
+"""Runs the command with the default SIGINT handler: a shell's background job ignores SIGINT, and children
+inherit that."""
 
 
-def picture(page: Any, name: str) -> None:
+def save_screenshot(page: Any, name: str) -> None:
     if PICTURES:
         page.wait_for_timeout(500)
         page.screenshot(path=f"{PICTURES}/{name}.png")
 
 
-def until(page: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Asked from here: the page's policy forbids the evaluation of a condition in it."""
+def wait_until(page: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Polls the condition in Python, because the page's content security policy forbids evaluating one in the page."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         page.wait_for_timeout(100)
 
 
-def fits(page: Any) -> bool:
-    """Nothing is wider than the window."""
+def fits_window(page: Any) -> bool:
+    """Whether nothing on the page is wider than the window."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
-def test_hostile_text_shows_as_text_and_a_planted_disagreement_is_found(
+def test_hostile_text_is_shown_as_text_and_the_largest_disagreement_opens(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     address = view(str(recorded_run(tmp_path / "run").path))
@@ -81,32 +82,32 @@ def test_hostile_text_shows_as_text_and_a_planted_disagreement_is_found(
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_fits_at_every_width(
+def test_each_view_fits_the_window_at_two_widths_in_light_and_dark(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any], width: int, scheme: str
 ) -> None:
     address = view(os.environ.get("UNDERSTUDY_PICTURED_RUN") or str(recorded_run(tmp_path / "run").path))
     page = open_page(address, width, scheme)
     page.wait_for_selector(".chart canvas")
     page.wait_for_timeout(500)
-    assert fits(page)
-    picture(page, f"view-overview-{width}-{scheme}")
+    assert fits_window(page)
+    save_screenshot(page, f"view-overview-{width}-{scheme}")
     page.goto(f"{address}#/rollouts?sort=kl")
     page.wait_for_selector("table.rows td.text")
-    assert fits(page)
-    picture(page, f"view-rollouts-{width}-{scheme}")
+    assert fits_window(page)
+    save_screenshot(page, f"view-rollouts-{width}-{scheme}")
     page.goto(f"{address}#/disagreements")
     page.click(".worst a >> nth=0")
     page.wait_for_selector(".panel .candidates tr")
-    assert fits(page) and "The teacher wanted" in page.inner_text(".panel")
-    picture(page, f"view-tokens-{width}-{scheme}")
+    assert fits_window(page) and "The teacher wanted" in page.inner_text(".panel")
+    save_screenshot(page, f"view-tokens-{width}-{scheme}")
     page.goto(f"{address}#/timeline")
     page.wait_for_selector("canvas")
-    assert fits(page)
-    picture(page, f"view-timeline-{width}-{scheme}")
+    assert fits_window(page)
+    save_screenshot(page, f"view-timeline-{width}-{scheme}")
 
 
 @pytest.mark.browser
-def test_the_keyboard_reaches_everything(
+def test_views_search_rows_and_tokens_can_be_reached_by_keyboard(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     address = view(str(recorded_run(tmp_path / "run").path))
@@ -129,7 +130,7 @@ def test_the_keyboard_reaches_everything(
     focused = page.evaluate("document.activeElement.className")
     assert "above9" in focused and "The teacher wanted" in page.inner_text(".panel")
     page.keyboard.press("Home")
-    until(page, lambda: "place 0" in page.inner_text(".panel"))
+    wait_until(page, lambda: "place 0" in page.inner_text(".panel"))
     page.keyboard.press("4")
     page.wait_for_selector("canvas")
     names = page.evaluate(
@@ -139,7 +140,7 @@ def test_the_keyboard_reaches_everything(
 
 
 @pytest.mark.browser
-def test_two_runs_are_laid_over_each_other_and_rows_stand_side_by_side(
+def test_two_runs_share_charts_and_two_rows_are_shown_side_by_side(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     runs = [recorded_run(tmp_path / name, steps) for name, steps in (("one", 12), ("two", 16))]
@@ -158,7 +159,7 @@ def test_two_runs_are_laid_over_each_other_and_rows_stand_side_by_side(
 
 
 @pytest.mark.browser
-def test_two_checkpoints_answer_the_same_held_out_prompt_side_by_side(
+def test_answers_of_two_checkpoints_to_one_held_out_prompt_are_shown_side_by_side(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     address = view(str(recorded_run(tmp_path / "run").path))
@@ -173,7 +174,7 @@ def test_two_checkpoints_answer_the_same_held_out_prompt_side_by_side(
 
 
 @pytest.mark.browser
-def test_a_row_is_followed_to_its_place_on_the_timeline(
+def test_a_row_links_to_its_spans_on_the_timeline(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     address = view(str(recorded_run(tmp_path / "run").path))
@@ -188,10 +189,10 @@ def test_a_row_is_followed_to_its_place_on_the_timeline(
 
 
 @pytest.mark.browser
-def test_a_screen_reader_finds_names_headings_and_values(
+def test_the_accessibility_tree_has_roles_names_and_chart_values(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
-    """By chromium's own accessibility tree."""
+    """Reads chromium's own accessibility tree."""
     address = view(str(recorded_run(tmp_path / "run").path))
     page = open_page(address)
     page.wait_for_selector(".chart canvas")
@@ -221,10 +222,10 @@ def test_a_screen_reader_finds_names_headings_and_values(
 
 
 @pytest.mark.browser
-def test_train_view_serves_a_page_while_it_trains_and_ends_it(
+def test_train_view_serves_a_live_page_and_ends_it_with_the_run(
     tmp_path: Path, open_page: Callable[..., Any]
 ) -> None:
-    """`train --view` on the quickstart's recipe: the page follows the run, shows what it waits for, and Ctrl-C
+    """`train --view` on the quickstart's recipe: the page follows the run and shows what it waits for; Ctrl-C
     still stops the run."""
     folder = tmp_path / "run"
     arguments = [
@@ -248,14 +249,14 @@ def test_train_view_serves_a_page_while_it_trains_and_ends_it(
             found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+/\S+/", line))
         )
         page = open_page(address)
-        until(
+        wait_until(
             page, lambda: "running" in page.inner_text("#runs") and "step 3" in page.inner_text("#runs"), 200
         )
         page.keyboard.press("4")
         page.wait_for_selector(".waits .waits .node", timeout=60000)
         assert "train waits for rows of step" in page.inner_text(".waits >> nth=0")
-        picture(page, "view-live-1440-light")
-        page.close()  # it would report that its server is gone
+        save_screenshot(page, "view-live-1440-light")
+        page.close()  # an open page would report that its server is gone
         trainer.send_signal(signal.SIGINT)
         threading.Thread(target=trainer.stderr.read, daemon=True).start()
         assert trainer.wait(timeout=60) is not None
@@ -275,7 +276,7 @@ def test_train_view_serves_a_page_while_it_trains_and_ends_it(
 
 
 @pytest.mark.browser
-def test_a_run_is_watched_while_it_trains_and_after_it_was_killed(
+def test_a_run_can_be_viewed_while_it_trains_and_after_it_was_killed(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     folder = tmp_path / "run"
@@ -305,7 +306,7 @@ def test_a_run_is_watched_while_it_trains_and_after_it_was_killed(
         page.wait_for_selector(".chart canvas")
         assert page.inner_text(".status") == "running"
         before = int(page.inner_text(".run").split("step ")[1].split("/")[0])
-        until(page, lambda: int(page.inner_text(".run").split("step ")[1].split("/")[0]) > before + 2)
+        wait_until(page, lambda: int(page.inner_text(".run").split("step ")[1].split("/")[0]) > before + 2)
         page.goto(f"{address}#/rollouts")
         page.wait_for_selector("table.rows td.text")
         os.kill(trainer.pid, signal.SIGKILL)
@@ -323,7 +324,7 @@ def test_a_run_is_watched_while_it_trains_and_after_it_was_killed(
 
 
 @pytest.mark.browser
-def test_a_killed_runs_journal_is_read(
+def test_rows_in_the_journal_of_a_killed_run_are_shown(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
     run = recorded_run(tmp_path / "run")
@@ -337,15 +338,17 @@ def test_a_killed_runs_journal_is_read(
     assert json.loads(run.state.read_text())["status"] == "running"
 
 
-def test_the_report_is_the_same_page_without_a_server(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+def test_the_report_file_has_the_views_of_the_page_without_a_server(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
     run = recorded_run(tmp_path / "run")
     page = open_page(write_report(run, "understudy export RUN out").as_uri())
     page.wait_for_selector(".chart canvas")
-    assert "understudy export RUN out" in page.inner_text("main") and fits(page)
+    assert "understudy export RUN out" in page.inner_text("main") and fits_window(page)
     page.keyboard.press("2")
     page.fill("input[type=search]", "needle8")
     page.keyboard.press("Enter")
-    until(page, lambda: "needle8" in page.url)
+    wait_until(page, lambda: "needle8" in page.url)
     page.wait_for_selector(".pages")
     page.keyboard.press("Escape")
     page.click("text=Disagreements")
@@ -356,7 +359,7 @@ def test_the_report_is_the_same_page_without_a_server(tmp_path: Path, open_page:
     page.click("text=Timeline")
     page.wait_for_selector("canvas")
     page.click("text=zoom in")
-    assert "owned" not in page.title() and fits(page)
+    assert "owned" not in page.title() and fits_window(page)
 
 
 def _sizes(page: Any, place: str) -> list[list[int]]:
@@ -366,10 +369,10 @@ def _sizes(page: Any, place: str) -> list[list[int]]:
 
 
 @pytest.mark.browser
-def test_rows_show_their_pictures(
+def test_rows_show_their_pictures_in_the_page_and_in_the_report(
     tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
-    """From the server, and in the report without one."""
+    """From the server, and as data URLs in the report."""
     run, _ = pictured_run(tmp_path / "run", HOSTILE, broken=False)
     address = view(str(run.path))
     for home in (address, write_report(run).as_uri()):
@@ -377,9 +380,9 @@ def test_rows_show_their_pictures(
         page.wait_for_selector("table.rows .pictures img")
         page.click("tr:has(.pictures img:nth-child(2)) td.text a >> nth=0")
         page.wait_for_selector("article .pictures img")
-        until(page, lambda page=page: _sizes(page, "article .pictures") == [[48, 32], [48, 32]])
+        wait_until(page, lambda page=page: _sizes(page, "article .pictures") == [[48, 32], [48, 32]])
         names = page.evaluate("[...document.querySelectorAll('article img')].map((one) => one.alt)")
-        assert names[0].startswith("picture 1 of 2, ") and fits(page)
+        assert names[0].startswith("picture 1 of 2, ") and fits_window(page)
         sources = page.evaluate("[...document.querySelectorAll('article img')].map((one) => one.src)")
         assert all(one.startswith("data:image/png" if home != address else address) for one in sources)
-        picture(page, f"view-pictures-{'report' if home != address else 'served'}")
+        save_screenshot(page, f"view-pictures-{'report' if home != address else 'served'}")

@@ -20,7 +20,7 @@ CHECKERS = {
 
 
 def run_checker(checker: str, name: str, folder: Path) -> tuple[int, str]:
-    """What the checker says about one file, copied away from the package's sources."""
+    """Exit code and output of the checker for one file, copied to a folder without the package's sources."""
     python = os.environ["UNDERSTUDY_TYPED_PYTHON"]
     shutil.copy(HERE / name, folder / name)
     arguments = [*CHECKERS[checker], *([python] if checker == "pyright" else []), name]
@@ -31,14 +31,14 @@ def run_checker(checker: str, name: str, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_a_consumer_is_sound(checker: str, tmp_path: Path) -> None:
+def test_a_project_that_uses_the_package_correctly_passes_type_checks(checker: str, tmp_path: Path) -> None:
     code, output = run_checker(checker, "consumer.py", tmp_path)
     assert code == 0, output
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_wrong_uses_are_found(checker: str, tmp_path: Path) -> None:
-    """Without `py.typed` everything would be Any, and nothing wrong."""
+def test_type_checkers_report_each_wrong_use_of_the_package(checker: str, tmp_path: Path) -> None:
+    """Without `py.typed` every name would be Any, and no error would be reported."""
     code, output = run_checker(checker, "wrong.py", tmp_path)
     lines = {int(number) for number in re.findall(r"wrong\.py:(\d+)", output)}
     wanted = [

@@ -1,4 +1,4 @@
-"""Runs from Python that tests share: small arguments, rows, interrupts as a notebook sends them."""
+"""Helpers for runs started from Python: arguments of a small run, rows, interrupts as a notebook sends them."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def rows(source: str, count: int = 16) -> list[dict[str, Any]]:
     return [row for row in lines if row["data_source"] == source][:count]
 
 
-def half_right(row: dict[str, Any], text: str) -> float:
+def half_reward(row: dict[str, Any], text: str) -> float:
     return 0.5
 
 
@@ -54,8 +54,8 @@ def interrupt_after(run: Path, steps: int) -> threading.Thread:
     return thread
 
 
-def in_a_cell(call: Callable[[], Any]) -> Any:
-    """As ipykernel runs a cell: in a task of the main thread's loop, with Python's own handler of SIGINT."""
+def run_in_notebook_cell(call: Callable[[], Any]) -> Any:
+    """Calls `call` as ipykernel runs a cell: in a task of the main thread's loop, with Python's SIGINT handler."""
 
     async def cell() -> Any:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)

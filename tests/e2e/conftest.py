@@ -12,7 +12,7 @@ from small_runs import ASSETS, TOKEN_VARIABLE
 
 @pytest.fixture(scope="session")
 def teacher_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """One scoring server per teacher of the quickstart, composed by request as under full determinism."""
+    """URLs of one scoring server per quickstart teacher, with batches composed by request as under full determinism."""
     from teacher_rig import TOKEN, shared_fork_server  # imports torch, which tests without teachers need not
 
     os.environ[TOKEN_VARIABLE] = TOKEN
@@ -27,7 +27,7 @@ def teacher_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
 
 @pytest.fixture(scope="session")
 def train_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first rows of the quickstart. All 10,000 would take a second of CPU time to check before each run."""
+    """The first 640 rows of the quickstart: checking all 10,000 would cost a second of CPU time before each run."""
     few = tmp_path_factory.mktemp("rows") / "train.jsonl"
     lines = (ASSETS / "data" / "train.jsonl").read_text().splitlines(keepends=True)
     few.write_text("".join(lines[:640]))
@@ -36,7 +36,7 @@ def train_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(teacher_urls: dict[str, str], train_rows: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Tables of a small run; keyword arguments `section__key=value` change them."""
+    """Makes the recipe of a small run; keyword arguments `section__key=value` change it."""
 
     def make(name: str = "run", **overrides: Any) -> dict[str, Any]:
         table: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class FakeHub:
-    """What was pushed: by repository, whether it is private, and its files."""
+    """State of the hub: visibility and files of each repository, and the requests that it received."""
 
     url: str = ""
     token: str = "hf_test"
@@ -24,7 +24,7 @@ class FakeHub:
 
     def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, Any]:
         self.asked.append(f"{method} {path}")
-        if path.startswith("/blob/"):  # the storage behind the hub: an address of its own for each file
+        if path.startswith("/blob/"):  # the hub's storage: one address per file
             self.blobs[path.removeprefix("/blob/")] = body
             return 200, {}
         if token != f"Bearer {self.token}":

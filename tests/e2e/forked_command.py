@@ -39,7 +39,7 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 150) -> tuple[str, None]:
-        """All that it says until its output is closed, then its end."""
+        """Reads the output until it is closed, then waits for the process to end."""
         deadline = time.monotonic() + timeout
         while self._output >= 0:
             if not select.select([self._output], [], [], max(deadline - time.monotonic(), 0))[0]:
@@ -56,8 +56,8 @@ class ForkedCommand:
 def forked_command(
     arguments: Sequence[str], env: Mapping[str, str], log: int | None = None
 ) -> ForkedCommand | None:
-    """`python -m understudy.cli.main` with these arguments; None where this process has no fork server for `env`.
-    With a log, its output goes there."""
+    """Runs `python -m understudy.cli.main` with these arguments; None if this process has no fork server for `env`.
+    With `log`, the output goes to that file descriptor."""
     server = fork_server.current()
     if server is None or not server.takes(env):
         return None

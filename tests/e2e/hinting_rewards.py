@@ -1,9 +1,9 @@
-"""A reward that says what is wrong, for tests of teachers that read it."""
+"""A reward with textual feedback, for tests of teachers whose prompt contains the feedback."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def hinting(row: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Odd lengths solve a problem, so that sessions of one prompt differ."""
+    """Answers of odd length score 1, so that sessions of one prompt differ."""
     return {"score": float(len(text) % 2), "feedback": f"{len(text)}"}

@@ -15,11 +15,11 @@ CODE = {
     "forks": "import os\nwhile True: os.fork()",
     "kill": "import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(os.getppid(), signal.SIGKILL)\nraise SystemExit(1)",
 }
-"""None of them can end well."""
+"""Programs that cannot succeed in the sandbox."""
 _ENDLESS = "print(chr(27) + '[2J' + chr(0) + chr(0x202e))\nwhile True: print('x' * 4096)"
-"""Control characters and more output than is read."""
+"""Writes control characters, then more output than the tool reads."""
 _EVERY = 8
-"""One session in so many tries to do harm, and one writes without end."""
+"""Of this many sessions, one runs harmful code and one writes output without end."""
 
 
 class Hostile:

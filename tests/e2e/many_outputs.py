@@ -1,4 +1,4 @@
-"""An agent loop with several outputs a session, some of which go wrong as its options say, and the reward that goes with it."""
+"""An agent loop with several outputs per session, some of them faulty on request, and the reward that goes with it."""
 
 import time
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ TOO_LONG = 160
 
 
 class Outputs:
-    """`count` outputs, each a generation of its own. `trouble` by "ordinal of the prompt/output": "long" is longer than the
-    context, "strange" is refused by the teacher, "raise", "nan" and "hang" are the reward's, "odd" is a metric that cannot be
-    stored, "vast" something that no worker can send."""
+    """Generates `count` outputs per session. `trouble` maps "ordinal of the prompt/index of the output" to a
+    fault: "long" is longer than the context, "strange" holds an id that the teacher refuses, "raise", "nan" and
+    "hang" are what the reward does, "odd" is a metric that cannot be stored, "vast" a value that no worker can
+    send."""
 
     def __init__(self, count: int = 2, trouble: Mapping[str, str] | None = None) -> None:
         self._count, self._trouble = count, dict(trouble or {})

@@ -17,7 +17,7 @@ TEMPLATE = (
 
 
 def write_other_teacher(folder: Path, seed: int = 3) -> str:
-    """Random weights: what counts is that every number is that of a plain forward."""
+    """Random weights suffice: tests compare its scores with a plain forward pass of the same model."""
     tokenizer = byte_level(PAIRS, SPECIAL)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

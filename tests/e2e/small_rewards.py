@@ -1,4 +1,4 @@
-"""Rewards for small runs: what a student of a few thousand parameters can be told apart by."""
+"""Rewards for runs whose students are too small to solve problems: they depend on the characters of the answer."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ def varied(row: Mapping[str, Any], text: str) -> float:
 
 
 def coarse(row: Mapping[str, Any], text: str) -> float:
-    """0 or 1, so that many groups agree."""
+    """0 or 1, so that many groups have equal rewards."""
     return float(sum(map(ord, text)) % 5 == 0)
 
 
@@ -25,13 +25,13 @@ def broken_for_some(row: Mapping[str, Any], text: str) -> float:
 
 
 def immense(row: Mapping[str, Any], text: str) -> float:
-    """Finite, and more than a gradient can hold."""
+    """Sometimes 1e38: finite, but too large for a gradient."""
     return 1e38 if sum(map(ord, text)) % 3 == 0 else 0.0
 
 
 def hostile(row: Mapping[str, Any], text: str) -> float:
-    """For some prompts, what must cost their rows alone: it ends the process, runs out of an iterator, raises with control
-    characters and a long text, or gives NaN."""
+    """For some prompts, faults that may fail only their own rows: it ends the process, raises KeyboardInterrupt or
+    StopIteration, raises with control characters and a long text, or gives NaN."""
     case = sum(map(ord, row["answer"])) % 31
     if case == 1:
         sys.exit(1)
@@ -48,14 +48,14 @@ _scored = itertools.count(1)
 
 
 def hangs_later(row: Mapping[str, Any], text: str) -> float:
-    """Answers as often as HANGS_AFTER says and then never again; for ever where it says nothing."""
+    """Returns for the first HANGS_AFTER calls and hangs afterwards; never hangs if the variable is unset."""
     if next(_scored) > int(os.environ.get("HANGS_AFTER", sys.maxsize)):
         time.sleep(3600)
     return varied(row, text)
 
 
 def broken_held_out(row: Mapping[str, Any], text: str) -> float:
-    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 3 hangs, 0 is scored; training rows have no trouble."""
+    """Behaves as the row's `trouble` says: 1 gives NaN, 2 raises, 3 hangs, 0 or none is scored."""
     if row.get("trouble") == 3:
         time.sleep(3600)
     if row.get("trouble") == 2:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: where the quickstart's assets are, recipes as files, the command as a process."""
+"""Helpers of the end-to-end tests: the quickstart's assets, recipes as files, the command as a process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ Command = subprocess.Popen[str] | ForkedCommand
 
 
 def write_toml(path: Path, table: dict[str, Any]) -> Path:
-    """Plain tables as a recipe file; JSON values are TOML values."""
+    """Writes plain tables as a recipe file; JSON values are TOML values."""
     lines: list[str] = []
 
     def emit(prefix: str, entries: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _named(key: str) -> str:
 
 
 def until_no_progress(process: Command, run: Path, seconds: float = 2) -> None:
-    """Waits until the run itself says that it has made no progress for this long."""
+    """Waits until the run's watchdog reports no progress for this long."""
     deadline = time.monotonic() + 120
     waits = run / "waits.json"
     while not waits.exists() or read_waits(waits)[0]["seconds_without_progress"] < seconds:
@@ -59,7 +59,7 @@ def until_no_progress(process: Command, run: Path, seconds: float = 2) -> None:
 
 
 def until_back(step: int) -> Callable[[understudy.Step], None]:
-    """`on_step`: holds the run after this step until a teacher's replica that was lost is back."""
+    """An `on_step` callback that waits after this step until a lost teacher replica is back."""
 
     def wait(done: understudy.Step) -> None:
         log, deadline = done.dir / "logs" / "trainer.log", time.monotonic() + 120
@@ -71,7 +71,7 @@ def until_back(step: int) -> Callable[[understudy.Step], None]:
 
 
 def start_cli(*arguments: str, fault: str | None = None, fork: bool = True) -> Command:
-    """The command as a process: forked under xdist (`forked_command.py`), a new Python where a file is run alone."""
+    """Starts the command as a process: forked if there is a fork server (`forked_command.py`), else as a new Python."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("UNDERSTUDY_FAULT", None)
     if fault:
@@ -83,7 +83,7 @@ def start_cli(*arguments: str, fault: str | None = None, fork: bool = True) -> C
 
 
 def call_cli(*arguments: str) -> tuple[int, str]:
-    """The command in this process, which has imported everything already, where nothing of a process is looked at."""
+    """Runs the command in this process, which has imported torch already; for tests that do not look at the process."""
     with redirect_stdout(StringIO()) as output, redirect_stderr(output):
         code = main(arguments)
     return code, output.getvalue()
@@ -94,11 +94,11 @@ def run_cli(*arguments: str, fault: str | None = None) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=150)
     finally:
-        process.kill()  # a test that is given up leaves no run behind
+        process.kill()  # so that an aborted test leaves no run behind
     return process.returncode, output
 
 
 def living_children() -> list[psutil.Process]:
-    """Of this process, and theirs. One that has ended and was not waited for has no command line."""
+    """Descendants of this process, without zombies, which have no command line."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

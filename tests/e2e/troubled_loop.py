@@ -1,4 +1,4 @@
-"""An agent loop some of whose rollouts go wrong: by the prompt's place, not by chance."""
+"""Agent loops some of whose rollouts fail, chosen by the prompt's ordinal."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from understudy.types.trajectory import Trajectory
 
 
 class Troubled:
-    """`raises` and `hangs` are ordinals of prompts."""
+    """Raises or hangs for the prompts with these ordinals."""
 
     def __init__(self, raises: list[int], hangs: list[int]) -> None:
         self._raises, self._hangs = raises, hangs
@@ -30,7 +30,7 @@ class Troubled:
 
 
 class GivesOut:
-    """Serves training, and the first `good` answers to held-out problems; then its engine is gone."""
+    """Serves training and the first `good` answers to held-out problems; then raises as if its engine were gone."""
 
     def __init__(self, good: int) -> None:
         self._good, self._answers = good, 0
@@ -44,7 +44,7 @@ class GivesOut:
 
 
 class WritesId:
-    """Begins each rollout with an id, as the output of a tool may hold one."""
+    """Begins each rollout with the given id, which might come from the output of a tool."""
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -60,7 +60,7 @@ class WritesId:
 
 
 class HoldsPublish:
-    """Prompts of these ordinals interrupt the run and never end."""
+    """Rollouts of prompts with these ordinals never end; the first of them also interrupts the run."""
 
     holding: range = range(0)
 
@@ -73,7 +73,7 @@ class HoldsPublish:
 
 
 class Misshapes:
-    """Returns trajectories that it made itself, most of them wrong in one way each, by the prompt's ordinal."""
+    """Returns trajectories that it made itself; which fault one has depends on the prompt's ordinal."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         (one,) = await SingleTurn().run(prompt, context)
@@ -101,6 +101,6 @@ class Misshapes:
                 ]  # fmt: skip
             case 6:
                 return [replace(one, turns=2.5)]
-            case 7:  # right, in another dtype
+            case 7:  # correct values in another dtype
                 return [replace(one, tokens=one.tokens.astype(np.int64))]
         return [one]

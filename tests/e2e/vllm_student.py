@@ -1,4 +1,4 @@
-"""A random student of a size that vLLM serves on a CPU."""
+"""A student with random weights, of a size that vLLM can serve on a CPU."""
 
 import shutil
 from pathlib import Path

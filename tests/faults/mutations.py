@@ -24,10 +24,10 @@ class Mutation:
     test: str
     """A file or a test of it, in the folder of tests."""
     also: tuple[str, str, str] | None = None
-    """A second (file, old, new), where one protection stands behind another."""
+    """A second (file, old, new), if two protections cover the same fault."""
 
 
-def check_goes_red(name: str, mutation: Mutation, folder: Path) -> None:
+def assert_test_fails(name: str, mutation: Mutation, folder: Path) -> None:
     package = folder / "src" / "understudy"
     shutil.copytree(Path(understudy.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     edits = [(mutation.file, mutation.old, mutation.new), *([mutation.also] if mutation.also else [])]

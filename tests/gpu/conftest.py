@@ -1,4 +1,4 @@
-"""Models, prompts, and a teacher for each device, made once for all the runs."""
+"""Models, prompts and a teacher for each device, made once for all runs of a session."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def teachers(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session", autouse=True)
 def _teachers_start_early(request: pytest.FixtureRequest, teachers: Teachers) -> None:
-    """They load while tests that need none are running."""
+    """Starts the teachers' servers first, so that they load while tests without teachers run."""
     for item in request.session.items:
         settings = getattr(item, "callspec", None)
         if settings is not None and {"name", "device"} <= settings.params.keys():

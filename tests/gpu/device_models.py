@@ -18,7 +18,7 @@ from transformers import (
 
 VOCAB = 1000
 STOPS = list(range(60))
-"""So many ids end an answer that rows of one batch end at different steps."""
+"""Many ids end an answer, so that rows of one batch end at different steps."""
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -55,7 +55,7 @@ def save_model(folder: Path, family: str, layers: int, seed: int) -> Path:
 
 
 def save_prompts(path: Path, between: tuple[int, int], rows: int = 24) -> Path:
-    """Prompts of that many words."""
+    """Writes prompts whose numbers of words lie between the two bounds."""
     fewest, most = between
     generator = torch.Generator().manual_seed(0)
     lines = []

@@ -1,8 +1,8 @@
-"""Whole runs, watched: every update with the weights, rows and gradients it had, and the engine as it stood at the end.
+"""Records whole runs: every update with its weights, rows and gradients, and generations of the engine at the end.
 
-    understudy.train ──> launch ──> build ──> [Watch.system] ──> the schedule ──> [Watch.left] ──> everything closed
+    understudy.train ──> launch ──> build ──> [Runner._watch] ──> the schedule ──> [published, write_some] ──> close
 
-Nothing is built by the test: the watch looks at the objects that `trainers.build` wired to each other, after the engine was made.
+The test builds nothing itself: it observes the objects that `assembly.build` wired together.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def varied(row: Mapping[str, Any], text: str) -> float:
 
 
 def as_float32(model: torch.nn.Module) -> Weights:
-    """Every parameter as it is now, on the host."""
+    """A float32 copy of every parameter on the host."""
     return {
         name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in model.named_parameters()
     }
@@ -61,22 +61,22 @@ def masters_of(policy: Policy) -> Weights:
 
 @dataclass
 class Update:
-    """One optimizer step: what went in, what came out."""
+    """Inputs and outputs of one optimizer step."""
 
     weights: Weights
     masters: Weights
-    """What the optimizer holds of them in float32."""
+    """The optimizer's float32 copies of the weights."""
     batch: Batch
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     result: StepResult | None = None
     gradients: Weights = field(default_factory=dict)
-    """Before clipping; a weight that got none is not among them."""
+    """Before clipping; weights without a gradient are left out."""
 
 
 @dataclass
 class Watched:
-    """A student or a critic over a run."""
+    """The recorded updates of a student or a critic."""
 
     policy: Policy
     first: Weights
@@ -112,19 +112,19 @@ class Watched:
 
 @dataclass
 class Watch:
-    """A run, as far as the tests want to know it."""
+    """The record of one run."""
 
     student: Watched
     critic: Watched | None
     last: Weights = field(default_factory=dict)
-    """What the policy would give an engine after the last step."""
+    """The weights that the policy would publish after the last step."""
     stale: Weights = field(default_factory=dict)
-    """The same before the first."""
+    """The same before the first step."""
     asked: list[GenerateRequest] = field(default_factory=list)
     written: list[Generation] = field(default_factory=list)
-    """By the run's own engine, after its last step."""
+    """Generations of the run's engine after the last step."""
     engine_modules_apart: bool = True
-    """Whether an engine in this process has modules of its own."""
+    """Whether an engine in this process shares no module object with the policy."""
 
 
 async def write_some(system: System) -> tuple[list[GenerateRequest], list[Generation]]:
@@ -149,7 +149,7 @@ def published(policy: Policy) -> Weights:
 
 @dataclass
 class Runner:
-    """Runs recipes and watches them."""
+    """Runs recipes and records them."""
 
     patch: pytest.MonkeyPatch
 
@@ -234,8 +234,8 @@ def again_on_the_host(folder: Path, watched: Watched, update: Update, *, critic:
 
 
 def by_plain_transformers(folder: Path, update: Update) -> tuple[float, Weights]:
-    """Loss and gradients of forward KL over the teacher's K best and the rest, with nothing of ours but the rows: one row at a time
-    through transformers' model, autograd from the logits down."""
+    """Loss and gradients of forward KL over the teacher's top K and the rest, by transformers' model and
+    autograd alone, one row at a time."""
     model, batch, total = plain_model(folder, update.weights), update.batch, 0.0
     tokens_of_all = sum(int(mask.sum()) for mask in batch.loss_mask)
     assert batch.teacher_ids is not None and batch.teacher_topk_logprobs is not None
@@ -259,7 +259,7 @@ def _widened(head: TeacherHead) -> TeacherHead:
 
 @torch.no_grad()
 def mismatch(model: PreTrainedModel, watch: Watch) -> float:
-    """Mean distance between the engine's logprobs of what it wrote and those of this model."""
+    """Mean distance between the engine's logprobs of its generated tokens and those of this model."""
     distances = []
     for request, generation in zip(watch.asked, watch.written, strict=True):
         tokens = torch.from_numpy(np.concatenate([request.tokens, generation.tokens])).long()
@@ -269,12 +269,12 @@ def mismatch(model: PreTrainedModel, watch: Watch) -> float:
     return float(torch.cat(distances).mean())
 
 
-# --- a host that goes the ways of a GPU ------------------------------------------------------------------------------------
+# --- the GPU's code paths on the host ------------------------------------------------------------------------
 
 
 def kernels_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    """An engine on the host takes slots, queues steps ahead and puts the decode kernels into its modules, as on a GPU. The kernels
-    themselves are plain torch here and, like the real ones, give nothing to differentiate."""
+    """Makes an engine on the host use slots, queue steps ahead and put decode kernels into its modules, as on a
+    GPU. The kernels are plain torch here and, like the real ones, have no gradient."""
 
     def without_gradient(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return torch.no_grad()(function)
@@ -311,7 +311,7 @@ def kernels_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_changes(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`section__key` → value, over a copy."""
+    """A copy of the table with the changes `section__key` → value."""
     table = copy.deepcopy(table)
     for path, value in changes.items():
         *sections, key = path.split("__")

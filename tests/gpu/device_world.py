@@ -28,7 +28,7 @@ class Teachers:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, device: str) -> None:
-        """Returns at once; in bfloat16 on a GPU, as most teachers are."""
+        """Starts the server without waiting for it; in bfloat16 on a GPU, as most teachers are."""
         if device in self._processes:
             return
         command = [sys.executable, "-m", "understudy.teacher.replica.server", "--model", str(self._model)]

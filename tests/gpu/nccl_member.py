@@ -33,7 +33,7 @@ STALL_S = 10.0
 
 
 def weights(version: int, scale: int = 1) -> list[tuple[str, torch.Tensor]]:
-    """A few MiB times `scale`, sizes that divide nothing, on the GPU."""
+    """Tensors of a few MiB times `scale` on the GPU, of sizes that are no multiples of the bucket size."""
     made = torch.Generator("cuda").manual_seed(version)
     kinds = [torch.bfloat16, torch.float32, torch.float16]
     shapes = [(1031, 997 * scale), (7,), (333, 65), (), (2048, 513 * scale), (640, 1000), (900, 900)]
@@ -65,7 +65,7 @@ def rendezvous_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]
 
 
 def broadcast(rank: int, size: int, folder: Path) -> Any:
-    """Several versions through one group."""
+    """Broadcasts several versions through one group; returns their digests."""
     rendezvous, host, port = rendezvous_of(folder, rank)
     order = GroupOrder(host, port, "all", rank, size, 60.0, "nccl")
     if rendezvous is None:
@@ -81,12 +81,12 @@ def broadcast(rank: int, size: int, folder: Path) -> Any:
         send(group, packed, stage)
         assert digest(packed.tensors()) == digest(named)
         found.append(digest(named))
-    time.sleep(1.0)  # the others have taken the last one before the group ends
+    time.sleep(1.0)  # so that the other members have received the last version before the group ends
     return found
 
 
 def lose_one(rank: int, size: int, folder: Path) -> Any:
-    """The last member is killed in the middle of a broadcast; the others say so in time and meet again without it."""
+    """The last member is killed during a broadcast; the others notice it in time and form new groups without it."""
     rendezvous, host, port = rendezvous_of(folder, rank)
     scale = 60
     named = weights(0, scale)
@@ -128,7 +128,7 @@ def lose_one(rank: int, size: int, folder: Path) -> Any:
 
 
 def train(rank: int, size: int, folder: Path) -> Any:
-    """Losses and norms of a few steps of a student over `size` ranks (or alone), and its weights at the end."""
+    """Trains a student for a few steps on `size` ranks; returns losses, norms and a summary of the final weights."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "policy"))
     from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
@@ -154,4 +154,4 @@ if __name__ == "__main__":
     torch.cuda.set_device(0)
     job, rank, size, folder = sys.argv[1:]
     print(json.dumps(JOBS[job](int(rank), int(size), Path(folder))), flush=True)
-    os._exit(0)  # a broken group may wait for its members in the end of it
+    os._exit(0)  # at a normal exit, a broken group may wait for its lost members

@@ -1,4 +1,4 @@
-"""Eight-bit weights on a real GPU: scores of the rounded head, and half of the memory."""
+"""Teachers with eight-bit weights on a real GPU: logits of the rounded head, scores, memory."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_head_in_parts_gives_the_logits_of_its_rounded_weights(
+def test_int8_logits_computed_in_parts_equal_those_of_the_rounded_weights(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -35,12 +35,14 @@ def test_a_head_in_parts_gives_the_logits_of_its_rounded_weights(
 
 
 @pytest.mark.parametrize("bits", list(Bits))
-def test_scores_are_near_the_full_ones_in_half_of_the_memory(tmp_path: Path, bits: Bits) -> None:
+def test_an_eight_bit_teacher_scores_nearly_the_same_in_about_half_the_memory(
+    tmp_path: Path, bits: Bits
+) -> None:
     model = tmp_path / "model"
     save_model(model, "qwen3", layers=4, seed=3)
     rng = np.random.default_rng(0)
 
-    def held(small: bool) -> tuple[Scorer, int]:
+    def load_scorer(small: bool) -> tuple[Scorer, int]:
         frozen = load_frozen(str(model), dtype="bfloat16", device="cpu" if small else "cuda")
         if small:
             frozen, _ = quantized(frozen, bits, "cuda", 1.0)
@@ -49,9 +51,9 @@ def test_scores_are_near_the_full_ones_in_half_of_the_memory(tmp_path: Path, bit
         # By address: the embedding and the head are one tensor.
         return Scorer("t", frozen), sum({one.data_ptr(): one.nbytes for one in tensors}.values())
 
-    full, all_of_it = held(False)
-    small, half = held(True)
-    assert half < 0.54 * all_of_it  # norms, and scales of short rows
+    full, full_bytes = load_scorer(False)
+    small, small_bytes = load_scorer(True)
+    assert small_bytes < 0.54 * full_bytes  # above a half because of norms and the scales of short rows
     warm_up(small)
     rows = rng.integers(0, full.vocab, (4, 40)).astype(np.int32)
     items = [

@@ -1,4 +1,4 @@
-"""Small scoring requests between the parts of a large one, on a real GPU: the same bits, and no more than two parts ahead."""
+"""Small scoring requests are scored between the parts of a large one, on a real GPU, with the same bits."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ from understudy.types.scores import ScoreItem, Signal
 pytestmark = pytest.mark.gpu
 
 
-def test_small_requests_do_not_wait_for_a_large_one(tmp_path: Path) -> None:
+def test_small_scoring_requests_finish_before_a_large_one_with_the_same_bits(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "qwen3", layers=12, seed=3)
     frozen = load_frozen(str(tmp_path / "model"), dtype="bfloat16", device="cuda")
     scorer = Scorer("t", frozen, ScorerOptions(max_batch_tokens=2048))

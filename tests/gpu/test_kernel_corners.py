@@ -1,4 +1,4 @@
-"""The engine's kernels where numbers are not: a row that is broken stays alone, and rows the pool holds no values for do no harm."""
+"""The engine's kernels with nan and inf: they do not affect other rows, nor do parts of the pool that no row uses."""
 
 import pytest
 import torch
@@ -29,30 +29,34 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_row_stays_alone_in_norms_and_gates(dtype: torch.dtype, broken: float) -> None:
+def test_a_row_with_nan_or_inf_does_not_change_other_rows_in_norms_and_gates(
+    dtype: torch.dtype, broken: float
+) -> None:
     x, up, weight = normal(5, 96, dtype=dtype), normal(5, 96, dtype=dtype, seed=1), normal(96, dtype=dtype)
     whole_norm, whole_gate = rms_norm(x, weight, 1e-6), silu_times(x, up)
     torch.testing.assert_close(whole_norm, plain_norm(x, weight), atol=LOOSE[dtype], rtol=LOOSE[dtype])
-    spoilt = x.clone()
-    spoilt[2, 7] = broken
+    with_broken_value = x.clone()
+    with_broken_value[2, 7] = broken
     others = [0, 1, 3, 4]
-    found_norm, found_gate = rms_norm(spoilt, weight, 1e-6), silu_times(spoilt, up)
+    found_norm, found_gate = rms_norm(with_broken_value, weight, 1e-6), silu_times(with_broken_value, up)
     assert torch.equal(found_norm[others], whole_norm[others])
     assert torch.equal(found_gate[others], whole_gate[others])
-    plain_gate = torch.nn.functional.silu(spoilt) * up
+    plain_gate = torch.nn.functional.silu(with_broken_value) * up
     torch.testing.assert_close(found_gate, plain_gate, atol=LOOSE[dtype], rtol=LOOSE[dtype], equal_nan=True)
-    assert not torch.isfinite(found_norm[2]).all(), "a broken number is not smoothed over"
+    assert not torch.isfinite(found_norm[2]).all(), "the broken row should stay non-finite"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_huge_values_of_a_narrow_dtype_are_normed_in_float32(dtype: torch.dtype) -> None:
-    """The square of 60,000 is beyond float16."""
+def test_rms_norm_of_large_values_is_computed_in_float32(dtype: torch.dtype) -> None:
+    """The square of 60,000 overflows float16."""
     x, weight = normal(3, 64, dtype=dtype).sign() * 60_000, torch.ones(64, device=DEVICE, dtype=dtype)
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), x.sign(), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_broken_slot_stays_alone_in_attention(dtype: torch.dtype) -> None:
+def test_nan_in_a_slot_or_in_unused_columns_does_not_change_other_rows_of_attention(
+    dtype: torch.dtype,
+) -> None:
     slots_B, ends_B = (torch.tensor(values, device=DEVICE) for values in ([3, 0, 2], [5, 64, 1]))
     query = normal(3, 4, 64, dtype=dtype)
     keys, values = normal(5, 2, 70, 64, dtype=dtype, seed=1), normal(5, 2, 70, 64, dtype=dtype, seed=2)
@@ -69,7 +73,7 @@ def test_a_broken_slot_stays_alone_in_attention(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_placing_heads_touches_one_column_of_each_rows_slot(dtype: torch.dtype) -> None:
+def test_place_heads_writes_one_column_of_each_rows_slot(dtype: torch.dtype) -> None:
     slots_B, lengths_B = (torch.tensor(values, device=DEVICE) for values in ([3, 0], [4, 9]))
     query, key = normal(2, 4, 64, dtype=dtype), normal(2, 2, 64, dtype=dtype, seed=1)
     value, angles = normal(2, 2, 64, dtype=dtype, seed=2), normal(2, 32, dtype=torch.float32, seed=3)

@@ -1,4 +1,7 @@
-"""NCCL itself: weights for engines, a sharded student, a teacher in two parts. Members share one GPU as if on machines of their own."""
+"""NCCL on one GPU: weight broadcasts, a sharded student, a teacher over two processes.
+
+Members of a broadcast call themselves different machines, because NCCL refuses two members of one machine on one GPU.
+"""
 
 import asyncio
 import json
@@ -26,12 +29,12 @@ HERE = Path(__file__).parent
 
 
 def environment(job: str, rank: int) -> dict[str, str]:
-    """Ranks that train share a GPU by themselves (`student.device = "cuda:0"`)."""
+    """Ranks that train can share a GPU without a name of their own (`student.device = "cuda:0"`)."""
     own = {} if job == "train" else {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **own}
 
 
-def members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
+def start_members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
     folder.mkdir(exist_ok=True)
     return [
         subprocess.Popen(
@@ -45,9 +48,9 @@ def members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
-def answers(job: str, size: int, folder: Path, killed: int | None = None) -> list[Any]:
+def results_of(job: str, size: int, folder: Path, killed: int | None = None) -> list[Any]:
     found: list[Any] = []
-    processes = members(job, size, folder)
+    processes = start_members(job, size, folder)
     try:
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=120)
@@ -61,28 +64,28 @@ def answers(job: str, size: int, folder: Path, killed: int | None = None) -> lis
     return found
 
 
-def test_weights_come_to_the_bit_again_and_again_through_one_group(tmp_path: Path) -> None:
-    sent, *received = answers("broadcast", 3, tmp_path)
+def test_several_versions_broadcast_through_one_group_arrive_with_the_same_bits(tmp_path: Path) -> None:
+    sent, *received = results_of("broadcast", 3, tmp_path)
     assert len(set(sent)) == 3
     assert received == [sent, sent]
 
 
-def test_a_member_killed_in_the_middle_takes_nobody_along(tmp_path: Path) -> None:
-    leader, other, _ = answers("lose_one", 3, tmp_path, killed=2)
+def test_members_notice_one_killed_during_a_broadcast_and_form_a_new_group(tmp_path: Path) -> None:
+    leader, other, _ = results_of("lose_one", 3, tmp_path, killed=2)
     for one in (leader, other):
         assert one["message"] != "nothing" and one["seconds"] < 30, one
-    assert leader["again"] == other["again"], "by gloo, and by NCCL among those who are left"
+    assert leader["again"] == other["again"], "the remaining members broadcast again by gloo and by NCCL"
 
 
-def test_two_ranks_train_what_one_process_does(tmp_path: Path) -> None:
-    (alone,) = answers("train", 1, tmp_path / "alone")
-    for rank in answers("train", 2, tmp_path / "two"):
+def test_two_ranks_over_nccl_train_like_one_process(tmp_path: Path) -> None:
+    (alone,) = results_of("train", 1, tmp_path / "alone")
+    for rank in results_of("train", 2, tmp_path / "two"):
         for mine, theirs in zip(rank["lines"], alone["lines"], strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
         assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4)
 
 
-def test_a_teacher_in_two_parts_scores_as_one(world: Any, tmp_path: Path) -> None:
+def test_a_teacher_over_two_processes_scores_like_one(world: Any, tmp_path: Path) -> None:
     model = world.model("teacher")
     rng = np.random.default_rng(3)
     items = [

@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: a lost one is started again, and its trainer continues from the last checkpoint."""
+"""Ranks that share a GPU: a lost one is restarted, and the trainer continues from the last checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_lost_rank_is_started_again(world: World, teachers: Teachers, tmp_path: Path, device: str) -> None:
+def test_a_killed_rank_that_shares_a_gpu_is_restarted_and_the_run_finishes(
+    world: World, teachers: Teachers, tmp_path: Path, device: str
+) -> None:
     """Over NCCL, torch's watchdog used to end the trainer with SIGABRT before it could start the rank again."""
     kind = device.partition(":")[0]
     teacher = {

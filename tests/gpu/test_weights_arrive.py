@@ -1,7 +1,7 @@
-"""New weights reach an engine whole and in time, whatever else the device has queued.
+"""New weights reach an engine completely and in time, whatever else the device has queued.
 
-On a GPU the engine decodes on a stream of its own and queues steps ahead, and what writes the weights may itself still be queued
-when `update_weights` is called. The clock of the device is held up on purpose here, so that a missing synchronisation shows.
+On a GPU the engine decodes on a stream of its own and queues steps ahead, and the kernels that write the weights may
+still be queued when `update_weights` is called. The device is delayed here, so that a missing synchronization fails.
 """
 
 import asyncio
@@ -36,14 +36,16 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _one_way_for_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gpu_code_paths_on_the_host(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     if request.node.callspec.params["device"] == "cpu":
         kernels_on_the_host(monkeypatch)
     yield
 
 
-def hold_up(device: str) -> None:
-    """A tenth of a second in which what is queued next on this thread's stream waits."""
+def delay_device(device: str) -> None:
+    """Delays the work queued next on this thread's stream by a tenth of a second."""
     if device == "cuda":
         torch.cuda._sleep(200_000_000)
 
@@ -54,8 +56,8 @@ def student(world: World, device: str) -> PreTrainedModel:
     return model.to(device)
 
 
-def shaken(model: PreTrainedModel, seed: int) -> Weights:
-    """The model's weights, every matrix moved by a third of its size."""
+def perturbed_weights(model: PreTrainedModel, seed: int) -> Weights:
+    """The model's weights, every matrix with noise of a third of its standard deviation; unchanged for seed 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ def requests(rows: int, new: int) -> list[GenerateRequest]:
 
 
 def steps_of(engine: HFEngine, version: int) -> int:
-    """Tokens that every row being written has got under this version so far."""
+    """The number of tokens that the rows in decoding have got from this version so far."""
     batch = engine._scheduler._batch
     return batch.decoding._step if batch is not None and batch.decoding.version == version else 0
 
@@ -96,27 +98,29 @@ def steps_of(engine: HFEngine, version: int) -> int:
 def mismatch(
     folder: Path, weights: Weights, version: int, asked: list[GenerateRequest], written: list[Generation]
 ) -> float:
-    """Mean distance to these weights' logprobs, over the tokens that carry this version."""
+    """Mean distance of the engine's logprobs to those of these weights, over the tokens labelled with this version."""
     model = plain_model(folder, {name: tensor.float().cpu() for name, tensor in weights.items()})
     distances = []
     for request, generation in zip(asked, written, strict=True):
         tokens = torch.from_numpy(np.concatenate([request.tokens, generation.tokens])).long()
         logprobs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
         own = logprobs.gather(1, tokens[1:, None])[len(request.tokens) - 1 :, 0]
-        far = (own - torch.from_numpy(generation.logprobs)).abs()
-        distances.append(far[torch.from_numpy(generation.weight_versions == version)])
+        distance = (own - torch.from_numpy(generation.logprobs)).abs()
+        distances.append(distance[torch.from_numpy(generation.weight_versions == version)])
     found = torch.cat(distances)
     assert len(found) >= 10, f"only {len(found)} tokens of version {version}"
     return float(found.mean())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_copied_in_midway_split_each_answer_in_two(world: World, device: str) -> None:
+def test_weights_updated_during_generation_are_used_for_the_following_tokens(
+    world: World, device: str
+) -> None:
     model = student(world, device)
-    versions = [shaken(model, seed) for seed in range(3)]
+    versions = [perturbed_weights(model, seed) for seed in range(3)]
     asked = requests(
         16, new=200 if device == "cuda" else 48
-    )  # a GPU writes 48 before a thread has looked twice
+    )  # a GPU generates 48 before the loop below has polled twice
 
     async def body() -> list[Generation]:
         engine = engine_over(student(world, device), device)
@@ -126,7 +130,7 @@ def test_weights_copied_in_midway_split_each_answer_in_two(world: World, device:
                 while steps_of(engine, version - 1) < 6:
                     assert not writing.done()
                     await asyncio.sleep(0.0005)
-                hold_up(device)  # the tensors below are not there yet when the engine hears of them
+                delay_device(device)  # the tensors below are not computed yet when `update_weights` is called
                 fresh = [(name, tensor * 1) for name, tensor in versions[version].items()]
                 await engine.update_weights(version, fresh)
             return await writing
@@ -144,10 +148,10 @@ def test_weights_copied_in_midway_split_each_answer_in_two(world: World, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_written_in_place_are_there_after_a_publish(world: World, device: str) -> None:
-    """As the sync trainer does it: an optimizer writes into the tensors both use, then the version is counted up."""
+def test_weights_changed_in_place_are_used_after_a_publish(world: World, device: str) -> None:
+    """As in the sync trainer: an optimizer writes into the tensors that both share, then the version is incremented."""
     trained = student(world, device).train()
-    versions = [shaken(trained, seed) for seed in range(3)]
+    versions = [perturbed_weights(trained, seed) for seed in range(3)]
     asked = requests(12, new=12)
 
     async def body() -> list[list[Generation]]:
@@ -165,7 +169,7 @@ def test_weights_written_in_place_are_there_after_a_publish(world: World, device
 
     @torch.no_grad()
     def write(version: int) -> None:
-        hold_up(device)
+        delay_device(device)
         own: dict[str, Any] = dict(trained.named_parameters())
         for name, tensor in versions[version].items():
             own[name].copy_(tensor)

@@ -1,11 +1,11 @@
-"""What a run on a device does to its student, in every configuration that has a way of its own there.
+"""Whole runs on a device, in every configuration with a code path of its own there, compared with the host.
 
-A step can go wrong without looking wrong: a kernel that cannot be differentiated leaves the loss as it was and the gradient finite,
-and most of the student untrained. So every run here is looked at from the outside: each weight moved; each update's loss and
-gradient are those of the same rows, weights and loss on the host in float32; and the engine writes with the weights of the last step,
-not with older ones.
+A step can be wrong without an error: a kernel without gradient leaves the loss equal and the gradient finite, but
+most of the student untrained. So every run here is checked from the outside: each weight changed; each update's loss
+and gradients equal those of the same rows, weights and loss on the host in float32; the engine generates with the
+weights of the last step.
 
-On the host (`cpu`) the engine takes the GPU's ways with kernels in plain torch; on a GPU everything is as a user gets it.
+On the host (`cpu`) the engine takes the GPU's code paths with kernels in plain torch; on a GPU nothing is replaced.
 """
 
 from collections.abc import Callable
@@ -62,8 +62,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "critic": {"loss": {**TASK, "advantage": "gae"}, "critic": {"learning_rate": 3e-3}},
     "grpo and distillation": {"loss": {"task_coef": 1.0, "topk": 16}, "rollout__n": 2},
     "epochs": {
-        # No clip within reach (that is "clipped epochs", in float32): at its edge a gradient is a step, and one token that bfloat16 puts on the other side turns
-        # a mini-batch's gradient elsewhere (cosines of 0.7 to 0.98 with the default clip, above 0.99 without).
+        # The clip range is too wide to matter here ("clipped epochs" tests it in float32): at its edge the gradient
+        # jumps, and one token that bfloat16 puts on the other side turns a mini-batch's gradient (cosines of 0.7 to
+        # 0.98 with the default clip, above 0.99 without).
         "loss": {
             "task_coef": 1.0,
             "topk": 16,
@@ -84,19 +85,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = {"sync"}
-"""What every `make test` runs on the host; the slow suite runs all."""
+"""Configurations that `make test` runs on the host; the slow suite runs all."""
 GPU_ONLY, HOST_ONLY = {"keys in eight bits"}, {"clipped epochs"}
 LONG = {"compiled"}
-"""Those that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""
+"""Configurations that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
     loss: float
-    """Of its own size, or of 0.2: losses with advantages add up to nearly 0."""
+    """Relative to the loss, or to 0.2 if that is larger: losses with advantages add up to nearly 0."""
     cosine: float
     length: float
-    """Of a gradient, against 1."""
+    """How far the ratio of the gradients' norms may differ from 1."""
     logprob: float
     """Mean distance of the engine's logprobs."""
 
@@ -104,7 +105,7 @@ class Tolerance:
     def of(device: str, dtype: str) -> "Tolerance":
         if dtype != "float32":
             return Tolerance(loss=0.02, cosine=0.98, length=0.1, logprob=0.03)
-        if device == "cuda":  # other kernels, other sums
+        if device == "cuda":  # other kernels sum in another order
             return Tolerance(loss=1e-3, cosine=0.999, length=0.01, logprob=1e-3)
         return Tolerance(loss=1e-4, cosine=0.9999, length=1e-3, logprob=1e-4)
 
@@ -150,7 +151,7 @@ def recipe(world: World, teachers: Teachers, tmp_path: Path) -> Callable[[str, s
 
 
 @pytest.mark.parametrize(("device", "name"), cases())
-def test_a_run_trains_the_whole_student_as_the_host_would(
+def test_a_run_changes_every_weight_with_losses_and_gradients_equal_to_the_host(
     recipe: Callable[[str, str], dict[str, Any]], device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
@@ -161,34 +162,34 @@ def test_a_run_trains_the_whole_student_as_the_host_would(
     layout = CONFIGURATIONS[name].get("layout")
     run, watch = Runner(monkeypatch).train(table, layout)
     folder = Path(table["student"]["model"])
-    near = Tolerance.of(device, table["student"]["dtype"])
-    # What writes is then not quite what is trained; old weights would be much further off.
+    tolerance = Tolerance.of(device, table["student"]["dtype"])
+    # With a cache in eight bits the engine's logprobs differ more; stale weights would still differ much more.
     if table["rollout"].get("kv_cache") == "fp8":
-        near = replace(near, logprob=2 * near.logprob)
+        tolerance = replace(tolerance, logprob=2 * tolerance.logprob)
 
     assert run.steps == table["trainer"]["steps"] and watch.engine_modules_apart
-    every_weight_moved(watch.student)
-    updates_are_those_of_the_host(folder, watch.student, near)
+    assert_every_weight_changed(watch.student)
+    assert_updates_match_the_host(folder, watch.student, tolerance)
     if table["loss"] == {"topk": 16} and watch.student.policy.settings.lora is None:
-        first_update_is_that_of_plain_transformers(folder, watch.student, near)
+        assert_first_update_matches_plain_transformers(folder, watch.student, tolerance)
     if watch.critic is not None:
-        every_weight_moved(watch.critic)
-        updates_are_those_of_the_host(folder, watch.critic, Tolerance.of(device, "float32"), critic=True)
+        assert_every_weight_changed(watch.critic)
+        assert_updates_match_the_host(folder, watch.critic, Tolerance.of(device, "float32"), critic=True)
     if "ema_decay" in table["trainer"]:
-        average_follows(watch.student, table["trainer"]["ema_decay"])
-    the_engine_has_the_newest_weights(folder, watch, near)
+        assert_average_matches(watch.student, table["trainer"]["ema_decay"])
+    assert_engine_has_the_newest_weights(folder, watch, tolerance)
 
 
 @pytest.mark.parametrize("device", SLOW_HOST)
 @pytest.mark.parametrize("prompts", ["short", "long"])
-def test_full_determinism_repeats_every_weight_to_the_bit(
+def test_two_runs_with_full_determinism_give_the_same_weights_to_the_bit(
     recipe: Callable[[str, str], dict[str, Any]],
     world: World,
     device: str,
     prompts: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long: so that several blocks of attention add to one gradient."""
+    """With long prompts, several blocks of attention add to one gradient."""
     if device == "cpu":
         kernels_on_the_host(monkeypatch)
     table = recipe(device, "sync to the bit")
@@ -203,10 +204,11 @@ def test_full_determinism_repeats_every_weight_to_the_bit(
 
 
 @pytest.mark.parametrize("device", SLOW_HOST)
-def test_a_resumed_run_trains_and_writes_with_the_checkpoints_weights(
+def test_a_resumed_run_trains_and_generates_with_the_checkpoints_weights(
     recipe: Callable[[str, str], dict[str, Any]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restored weights are written into the tensors that engine and policy share, masters and moments beside them."""
+    """The resume writes the restored weights into the tensors that engine and policy share, and restores the
+    masters."""
     if device == "cpu":
         kernels_on_the_host(monkeypatch)
     table, runner = recipe(device, "sync"), Runner(monkeypatch)
@@ -217,17 +219,18 @@ def test_a_resumed_run_trains_and_writes_with_the_checkpoints_weights(
     for name, weight in update.weights.items():
         assert torch.equal(weight, before.last[name]), name
         assert torch.equal(update.masters[name], masters_of(before.student.policy)[name]), name
-    folder, near = Path(table["student"]["model"]), Tolerance.of(device, table["student"]["dtype"])
-    every_weight_moved(watch.student)
-    updates_are_those_of_the_host(folder, watch.student, near)
-    the_engine_has_the_newest_weights(folder, watch, near)
+    folder, tolerance = Path(table["student"]["model"]), Tolerance.of(device, table["student"]["dtype"])
+    assert_every_weight_changed(watch.student)
+    assert_updates_match_the_host(folder, watch.student, tolerance)
+    assert_engine_has_the_newest_weights(folder, watch, tolerance)
 
 
 @pytest.mark.parametrize("guards", ["on", pytest.param("off", marks=pytest.mark.slow)])
-def test_an_engine_in_the_trained_modules_would_be_seen(
+def test_a_run_fails_when_the_engine_shares_the_trained_modules(
     recipe: Callable[[str, str], dict[str, Any]], guards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mistake these runs are here for, made on purpose: the kernels refuse to be trained; without that lock the step does."""
+    """Makes the mistake that these runs look for: the kernels refuse gradients; without that guard the update
+    raises."""
     kernels_on_the_host(monkeypatch)
     monkeypatch.setattr(LoadedModel, "sharing_copy", lambda loaded: loaded)
     if guards == "off":
@@ -238,18 +241,18 @@ def test_an_engine_in_the_trained_modules_would_be_seen(
         Runner(monkeypatch).train(recipe("cpu", "sync"))
 
 
-def every_weight_moved(watched: Watched) -> None:
+def assert_every_weight_changed(watched: Watched) -> None:
     last = {name: tensor.detach().float().cpu() for name, tensor in watched.policy.model.named_parameters()}
     masters = masters_of(watched.policy)
     for name in watched.trained:
-        assert float((last[name] - watched.first[name]).norm()) > 0, f"{name} is as it was"
+        assert float((last[name] - watched.first[name]).norm()) > 0, f"{name} did not change"
         dtype = watched.policy.optimizer.weights[name].dtype
-        assert torch.equal(last[name], masters[name].to(dtype).float()), f"{name} is not its master, rounded"
+        assert torch.equal(last[name], masters[name].to(dtype).float()), f"{name} is not its rounded master"
     matrices = [name for name in watched.trained if last[name].dim() == 2 and "embed" not in name]
     assert len(matrices) >= 14, "seven in each of two layers"
 
 
-def average_follows(watched: Watched, decay: float) -> None:
+def assert_average_matches(watched: Watched, decay: float) -> None:
     average = watched.policy.average
     assert average is not None
     seen = [*(update.masters for update in watched.updates), masters_of(watched.policy)]
@@ -259,45 +262,47 @@ def average_follows(watched: Watched, decay: float) -> None:
         torch.testing.assert_close(average.values[name].cpu(), expected, atol=1e-6, rtol=1e-5)
 
 
-def updates_are_those_of_the_host(
-    folder: Path, watched: Watched, near: Tolerance, *, critic: bool = False
+def assert_updates_match_the_host(
+    folder: Path, watched: Watched, tolerance: Tolerance, *, critic: bool = False
 ) -> None:
     assert watched.updates
     for number, update in enumerate(watched.updates):
         host = again_on_the_host(folder, watched, update, critic=critic)
         assert host.result is not None
-        losses_agree(number, update, host.result.loss, near)
-        gradients_agree(number, update, host.gradients, near)
+        assert_losses_agree(number, update, host.result.loss, tolerance)
+        assert_gradients_agree(number, update, host.gradients, tolerance)
 
 
-def first_update_is_that_of_plain_transformers(folder: Path, watched: Watched, near: Tolerance) -> None:
+def assert_first_update_matches_plain_transformers(
+    folder: Path, watched: Watched, tolerance: Tolerance
+) -> None:
     loss, gradients = by_plain_transformers(folder, watched.updates[0])
-    losses_agree(0, watched.updates[0], loss, near)
-    gradients_agree(0, watched.updates[0], gradients, near)
+    assert_losses_agree(0, watched.updates[0], loss, tolerance)
+    assert_gradients_agree(0, watched.updates[0], gradients, tolerance)
 
 
-def losses_agree(number: int, update: Update, expected: float, near: Tolerance) -> None:
+def assert_losses_agree(number: int, update: Update, expected: float, tolerance: Tolerance) -> None:
     assert update.result is not None
-    slack = near.loss * max(abs(expected), 0.2)
+    slack = tolerance.loss * max(abs(expected), 0.2)
     assert update.result.loss == pytest.approx(expected, abs=slack), f"update {number}"
 
 
-def gradients_agree(number: int, update: Update, gradients: Weights, near: Tolerance) -> None:
+def assert_gradients_agree(number: int, update: Update, gradients: Weights, tolerance: Tolerance) -> None:
     assert update.gradients.keys() == gradients.keys(), "a weight got no gradient"
     for name, expected in gradients.items():
         found, expected = update.gradients[name].flatten().double(), expected.flatten().double()
         where = f"update {number}: {name}"
         if (
             float(expected.norm()) == 0.0
-        ):  # an adapter, or a value head's body, before its other half has moved
+        ):  # an adapter, or the body under a value head, before the other factor changed
             assert float(found.norm()) == 0.0, where
             continue
         likeness, ratio = float(cosine_similarity(found, expected, 0)), float(found.norm() / expected.norm())
-        assert likeness > near.cosine, f"{where} points elsewhere ({likeness:.5f})"
-        assert abs(ratio - 1) < near.length, f"{where} is {ratio:.4f} times as long"
+        assert likeness > tolerance.cosine, f"{where} has another direction ({likeness:.5f})"
+        assert abs(ratio - 1) < tolerance.length, f"{where} is {ratio:.4f} times as long"
 
 
-def the_engine_has_the_newest_weights(folder: Path, watch: Watch, near: Tolerance) -> None:
+def assert_engine_has_the_newest_weights(folder: Path, watch: Watch, tolerance: Tolerance) -> None:
     newest, stale = (mismatch(plain_model(folder, one), watch) for one in (watch.last, watch.stale))
-    assert newest < near.logprob, f"the engine writes with other weights than the trained ones: {newest}"
+    assert newest < tolerance.logprob, f"the engine writes with other weights than the trained ones: {newest}"
     assert stale > 3 * newest, f"{stale} from the weights before the run, {newest} from the newest"

@@ -1,12 +1,12 @@
-"""Runs the schedules of many seeds and collects what came of them.
+"""Runs the fault schedules of many seeds and appends their results to a file.
 
     python tests/nemesis/campaign.py --seeds 0:100 --out nemesis.jsonl      as `make nemesis SEEDS=0:100`
     python tests/nemesis/campaign.py --schedule '{"mode": "sync full", "faults": [...]}'
     python tests/nemesis/campaign.py --summary first.jsonl second.jsonl
 
-A seed that the file has already is left out, so a campaign can be made in pieces. Several can run beside each other, each
-with its own `--seeds`, and with one folder of `--references`. A schedule that fails is made smaller and printed as a
-command that repeats it. One that cannot be carried out is an `error` line, and is tried again by the next call.
+A seed that the file already has is skipped, so a campaign can be run in pieces. Several can run side by side, each with
+its own `--seeds`, and with one shared folder of `--references`. A schedule that fails is shrunk and printed as a
+command that repeats it. One that cannot be carried out is an `error` line, and the next call tries it again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from summary import identity, read_results, summary  # noqa: E402
 def try_schedule(
     schedule: Schedule, folder: Path, references: Path | None = None, fork: bool = False
 ) -> dict[str, Any]:
-    """What came of one schedule: faults that hit, launches, violations."""
+    """Carries out one schedule; returns the faults that hit, the launches and the violations."""
     mode = MODES[schedule.mode]
     server = trainer_server() if fork else None
     compared = mode.to_the_bit or mode.same_rows
@@ -71,7 +71,7 @@ def try_schedule(
 
 
 def without_paths(text: str, folder: Path) -> str:
-    """A violation quotes a launch's log; result files are kept and say nothing about the machine."""
+    """Removes paths of this machine: a violation quotes a launch's log, and result files are kept."""
     return text.replace(str(folder), "FOLDER").replace(f"{HERE.parents[1]}/", "")
 
 
@@ -138,7 +138,7 @@ def _many(options: argparse.Namespace) -> int:
         schedule = draw(seed, options.mode, options.most, list(filter(None, options.only.split(","))))
         try:
             found = _try_and_shrink(seed, schedule, options)
-        except Exception:  # of the driver: the campaign goes on
+        except Exception:  # an error of the driver must not end the campaign
             errors += 1
             found = {"mode": schedule.mode, "error": traceback.format_exc()[-2000:], "schedule": schedule.as_dict()}  # fmt: skip
             print(f"seed {seed} ({schedule.mode}) could not be carried out: {found['error']}", flush=True)

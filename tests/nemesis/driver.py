@@ -1,6 +1,6 @@
 """Carries out a schedule against a real run: starts it, injects the faults, resumes it until it ends, and reads its history.
 
-What is not tried here: a lying disk.
+Not covered: a disk that loses data although it confirmed a flush.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ LONGEST = 150.0
 LONGEST_ON_RAY = 2 * LONGEST
 """Ray, TransferQueue and workers on it start one after the other: two minutes beside other programs on two cores."""
 _CACHES = ("torchinductor_", "ray")
-"""Kept by libraries between processes on purpose."""
+"""Caches that libraries keep between processes on purpose."""
 _LOOK_SECONDS = 0.03
 _AGAIN_SECONDS = 0.3
-"""How long a fault waits after its process was not there: a look at all processes takes milliseconds of CPU time."""
+"""How long a fault waits if its process was not there: listing all processes takes milliseconds of CPU time."""
 
 
 @dataclass
@@ -104,7 +104,9 @@ class Trial:
         if point is not None:
             self.pending.remove(point)
             more["UNDERSTUDY_FAULT"] = point.place
-        if "fork server" not in MODES[self.schedule.mode].roles:  # one that is hit imports as usual
+        if (
+            "fork server" not in MODES[self.schedule.mode].roles
+        ):  # a mode that kills it starts it as a fresh Python
             teachers = MODES[self.schedule.mode].changes.get("teachers", True)
             more["UNDERSTUDY_NEMESIS_FORKED"] = "with teachers" if teachers else "without teachers"
         if MODES[self.schedule.mode].proxied and self._injector.proxy is not None:
@@ -113,13 +115,13 @@ class Trial:
         hit = self._disturb(trainer)
         code = int(trainer.wait())
         self._injector.undo(everything=True)
-        if point is not None and code == -9 and "kill" not in hit:  # it came to that place
+        if point is not None and code == -9 and "kill" not in hit:  # the trainer reached the kill point
             self.injected.append(point)
             hit.append("point")
         return Launch(code, tuple(hit), log.read_text(errors="replace"))
 
     def _disturb(self, trainer: Trainer) -> list[str]:
-        """Injects faults until the trainer ends; whom they hit, and how."""
+        """Injects faults until the trainer ends; returns which role each one hit, and how."""
         hit: list[str] = []
         before = self._steps()
         times: dict[int, float] = {}
@@ -129,7 +131,7 @@ class Trial:
             if self._injector.undo():
                 self._last_fault = time.monotonic()
             now, steps = time.monotonic(), self._steps()
-            before = min(before, steps)  # a resume cuts the steps off that it makes again
+            before = min(before, steps)  # a resume removes the metrics of steps that it repeats
             due = [one for one in self.pending if one.kind != "point" and one.after <= steps]
             for fault in sorted(due, key=lambda one: one.ends_trainer):
                 if now < times.setdefault(id(fault), now + fault.delay):
@@ -212,8 +214,8 @@ def promise(mode: str) -> Promise:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes and temporary files of the run. Processes have ten seconds to see that their trainer is gone; Ray's agents look
-    for their node every few seconds, five times."""
+    """Processes and temporary files of the run. Processes have ten seconds to notice that their trainer has
+    ended; Ray's agents look for their node every few seconds, five times."""
     began = time.monotonic()
     while alive := processes_of(folder):
         allowed = 40 if all(_is_ray(process) for process in alive) else 10
@@ -235,7 +237,8 @@ def _is_ray(process: psutil.Process) -> bool:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """By their environment, or by what they have open: a process that sets its title overwrites its environment."""
+    """Processes of the run, found by environment, command line or open files: a process that sets its title
+    overwrites its environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

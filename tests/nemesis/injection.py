@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a run, and undone when its time is over."""
+"""Injects each kind of fault into a run, and undoes it when its time is over."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _WAITING_SECONDS = 3.0
 
 
 class Injector:
-    """The faults of one trial. The driver calls it between its looks at the trainer."""
+    """Injects and undoes the faults of one trial. The driver calls it whenever it polls the trainer."""
 
     def __init__(self, folder: Path, proxy: Proxy | None) -> None:
         self.run, self.proxy = folder / "run", proxy
@@ -56,7 +56,8 @@ class Injector:
         self._lasting: list[tuple[float, Callable[[], None]]] = []
 
     def inject(self, fault: Fault, trainer: psutil.Popen) -> str | None:
-        """Returns whom it hit, and how; None if its process, or what it damages, is not there yet or no longer."""
+        """Returns the kind of fault and the role that it hit; None if its process or the files to damage do not
+        exist."""
         target = _target(fault, trainer)
         if target is None or (fault.kind == "corrupt" and len(self._checkpoints()) < 2):
             return None
@@ -71,7 +72,7 @@ class Injector:
         with suppress(psutil.NoSuchProcess):
             self._do(fault, trainer, target)
         if fault.kind in ("failing fsync", *PRELOADED, "full disk"):
-            return DISK  # a slow one must end no launch
+            return DISK  # but not for a slow fsync, which must not end a launch
         if fault.kind == MEMORY:
             return NO_MEMORY if fault.role == "trainer" else f"{fault.kind} {fault.role}"
         if fault.kind == "everything":
@@ -119,8 +120,8 @@ class Injector:
         return None
 
     def _freeze_waiting(self, fault: Fault, trainer: psutil.Popen) -> str:
-        """The role's processes stand still for a moment, so that requests of the trainer are under way when it is frozen. Their
-        answers are there when it goes on."""
+        """Suspends the role's processes for a moment, so that requests of the trainer are pending when it is
+        frozen. Their answers have arrived when the trainer continues."""
         asked = list(_of_role(trainer, fault.role))
         for one in asked:
             with suppress(psutil.NoSuchProcess):

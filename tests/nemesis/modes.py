@@ -84,7 +84,7 @@ class Mode:
     proxied: bool = False
     """Connections between the run's own processes go through a proxy."""
     by_seed: bool = True
-    """Seeds go through it. Otherwise it must be named: it needs the Ray extra, and takes minutes."""
+    """Whether seeds draw it. Otherwise it must be named: it needs the Ray extra, and takes minutes."""
     held_out: int = 0
     """Problems that the student is evaluated on."""
     pictures: bool = False

@@ -1,4 +1,5 @@
-"""A proxy that delays, resets, cuts or damages connections: to a teacher's server outside the run, or between its own processes."""
+"""A proxy that delays, resets, partitions or damages connections to an external teacher or between processes of
+a run."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from small_runs import ASSETS
 TOKEN = "of the nemesis"
 _DELAY_SECONDS = 0.6
 _OF_A_PORT = 8
-"""Strangers of each port."""
+"""Strangers' connections to each port."""
 _GREETINGS = (
     b"",
     b"GET / HTTP/1.1\r\n",
@@ -130,7 +131,7 @@ class Proxy:
 
 
 def _damaged(piece: bytes, chance: random.Random) -> bytes:
-    """With another byte, if the piece has a part of a body; HTTP itself notices a damaged head."""
+    """Changes a byte of the body in this piece, if there is one; HTTP itself notices a damaged head."""
     start = piece.find(b"\r\n\r\n") + 4 if b"HTTP/1." in piece[:256] else 0
     if start == len(piece):
         return piece
@@ -139,7 +140,7 @@ def _damaged(piece: bytes, chance: random.Random) -> bytes:
 
 
 def strangers(processes: Iterable[psutil.Process], chance: random.Random) -> list[socket.socket]:
-    """Connections to every TCP port that the processes listen on; each has said something and stays open."""
+    """Opens connections to every TCP port that the processes listen on; each sends some bytes and stays open."""
     found = []
     for process in processes:
         with suppress(psutil.Error):

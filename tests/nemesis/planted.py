@@ -1,4 +1,4 @@
-"""Bugs planted in a copy of the package, to see that a search for bugs finds them."""
+"""Plants bugs in a copy of the package, to test that a search for bugs finds them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Bug:
     finder: str
     """A mode of the nemesis, or a part of the simulation."""
     edits: Sequence[tuple[str, str, str]]
-    """File of the package, the text that is replaced, and what takes its place. When the code moves on, the test fails (`test_every_bug_can_be_planted`) and is rewritten with it."""
+    """File of the package, the text to replace, its replacement. If the code no longer has the text,
+    `test_every_bug_can_be_planted` fails, and the bug has to be rewritten."""
     only: str = ""
     """Kinds of faults that are drawn (`campaign.py --only`); empty: all."""
 
 
-def one(finder: str, file: str, old: str, new: str, only: str = "") -> Bug:
+def single_edit(finder: str, file: str, old: str, new: str, only: str = "") -> Bug:
     return Bug(finder, ((file, old, new),), only)
 
 

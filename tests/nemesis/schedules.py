@@ -54,22 +54,29 @@ KINDS = {
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, terminate or freeze a process; everything: kill all processes of the run at once; tear: kill the trainer
-    and leave half a write at the end of its files; corrupt: kill it and damage the newest checkpoint; point: the next
-    trainer to be started kills itself at `place`, if it comes there; full disk: no file of the trainer can grow;
-    failing or slow fsync; failing sqlite flush: of the journal's files, in C; full journal: these files alone cannot be
-    written, so that steps may be saved meanwhile; no memory: the process gets none beyond
-    what it has; freeze waiting: the trainer, beyond the deadlines of its requests, while it waits for the processes of the role;
-    lost machine: a process on Ray stands still for good and keeps its connections, and its supervisor is killed, as if their
-    machine had lost its power; strangers: connections to every port of the run that say something else than a client would, and stay open; clock: `time.time` jumps by `seconds`, and with an odd `which` back and forth for ten seconds; partition, delay, reset, damage: of the connections to the
-    external teacher, or between the run's own processes."""
+    """kill, terminate, freeze: sends a signal to a process.
+    everything: kills all processes of the run at once.
+    tear: kills the trainer and leaves half a write at the end of its files.
+    corrupt: kills the trainer and damages the newest checkpoint.
+    point: the next trainer to be started kills itself at `place`, if it gets there.
+    full disk: no file of the trainer can grow.
+    failing fsync, slow fsync: of the trainer, in Python.
+    failing sqlite flush: of the journal's files, in C.
+    full journal: only the journal's files cannot be written, so that steps may be saved meanwhile.
+    no memory: the process gets no more memory than it has.
+    freeze waiting: freezes the trainer, beyond the deadlines of its requests, while it waits for processes of the role.
+    lost machine: a process on Ray is suspended for good with its connections open, and its supervisor is killed, as if
+      their machine had lost power.
+    strangers: connections to every port of the run that send other bytes than a client would, and stay open.
+    clock: `time.time` jumps by `seconds`; with an odd `which` back and forth for ten seconds.
+    partition, delay, reset, damage: of connections to the external teacher or between the run's own processes."""
     role: str = "trainer"
     after: int = 0
     """Steps whose metrics are written before the fault."""
     delay: float = 0.0
-    """Seconds from then on, or from the start of the trainer if that is later."""
+    """Seconds after that, or after the start of the trainer if that is later."""
     which: int = 0
-    """Of several processes of the role."""
+    """Chooses one of several processes of the role."""
     seconds: float = 0.0
     """How long the fault lasts, or by how much the clock jumps."""
     place: str = ""
@@ -118,7 +125,7 @@ def draw(seed: int, mode: str | None = None, most: int = MOST, only: Collection[
     while len(faults) < count:
         fault = drawn()
         faults.append(fault)
-        if chance.random() < 0.15 and len(faults) < most:  # another one at the same moment
+        if chance.random() < 0.15 and len(faults) < most:  # another one at the same time
             faults.append(replace(drawn(), after=fault.after, delay=0.0))
     return Schedule(name, tuple(sorted(faults, key=lambda one: one.after)))
 

@@ -28,7 +28,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 class ForkedTrainer(psutil.Process):
-    """With the part of `psutil.Popen` that the driver uses."""
+    """A forked trainer with the part of `psutil.Popen` that the driver uses."""
 
     def __init__(self, child: ChildProcess) -> None:
         super().__init__(child.pid)
@@ -50,7 +50,7 @@ Trainer = psutil.Popen | ForkedTrainer
 
 @functools.cache
 def trainer_server() -> ForkServer | None:
-    """What trainers of this process are forked from; None where a process must not be forked."""
+    """The fork server for trainers of this process; None where a process must not be forked."""
     if not can_fork():
         return None
     for modules in ((*MODULES, "preloaded"), MODULES):
@@ -70,7 +70,8 @@ def start_trainer(
     more: Mapping[str, str],
     server: ForkServer | None = None,
 ) -> Trainer:
-    """`understudy WORDS` in a session of its own, with its temporary files in the folder and its output in the log."""
+    """Starts `understudy ARGUMENTS` in a session of its own, with temporary files in the folder and output in
+    the log."""
     own = {MARK: str(folder), "TMPDIR": str(folder / "tmp"), "UNDERSTUDY_NEMESIS_SHIM": str(shim)}
     env = {**os.environ, **_environment(), **own, **more}
     with log.open("wb") as sink:

@@ -1,4 +1,4 @@
-"""What the result files of a campaign say together: `campaign.py --summary FILES`."""
+"""Summarizes the result files of campaigns: `campaign.py --summary FILES`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def identity(line: Mapping[str, Any]) -> tuple[int, str | None, str]:
 
 
 def upper_bound(failed: int, tried: int, confidence: float = 0.95) -> float:
-    """Clopper and Pearson: the rate at which so few failures have the probability 1 − confidence."""
+    """The Clopper-Pearson bound: the failure rate at which so few failures have the probability 1 − confidence."""
     if failed >= tried:
         return 1.0
     low, high = failed / tried, 1.0

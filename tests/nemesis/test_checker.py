@@ -1,4 +1,4 @@
-"""The checker accepts a right history and finds each thing that can be wrong with one."""
+"""The checker accepts a correct history and reports each kind of error in one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def with_span(name: str, start: float, **about: Any) -> dict[str, Any]:
     return {"spans": [*kept, span(2, name, start, start + 1.5, **about)]}
 
 
-def test_a_right_history_is_accepted() -> None:
+def test_a_correct_history_has_no_violations() -> None:
     assert violations(good(), good(), PROMISE) == []
 
 
@@ -93,12 +93,12 @@ def test_a_right_history_is_accepted() -> None:
         ({"launches": [Launch(2, (UNREACHED,), "error: bad recipe"), Launch(0, ())]}, "launch 1 ended with 2"),
     ],
 )  # fmt: skip
-def test_each_wrong_history_is_found(change: dict[str, Any], message: str) -> None:
+def test_each_kind_of_wrong_history_is_reported(change: dict[str, Any], message: str) -> None:
     found = violations(replace(good(), **change), good(), PROMISE)
     assert any(message in one for one in found), found
 
 
-def test_other_rows_are_found_without_bits() -> None:
+def test_other_trained_rows_are_reported_when_the_mode_promises_the_same_rows_but_not_bits() -> None:
     other = replace(
         good(),
         events=[Event(one.kind, one.key.replace("b", "d"), one.sign, one.step) for one in good().events],
@@ -110,7 +110,7 @@ def test_other_rows_are_found_without_bits() -> None:
     )
 
 
-def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
+def test_a_launch_whose_disk_fails_may_end_only_with_an_error_about_writing() -> None:
     message = "could not save the checkpoint of step 4: … cannot be flushed: [Errno 5] Input/output error"
     launches = [Launch(2, (DISK,), message), Launch(0, ())]
     assert violations(replace(good(), launches=launches), good(), PROMISE) == []
@@ -120,14 +120,14 @@ def test_a_launch_whose_disk_fails_may_end_if_it_says_so() -> None:
     )
 
 
-def test_a_launch_without_memory_may_end_if_it_says_so() -> None:
+def test_a_launch_without_memory_may_end_only_with_an_error_about_memory() -> None:
     for message, wrong in (("the trainer is out of memory", False), ("error: unexpected", True)):
         launches = [Launch(2, (NO_MEMORY,), message), Launch(0, ())]
         found = violations(replace(good(), launches=launches), good(), PROMISE)
         assert bool(found) is wrong, found
 
 
-def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_and_without_a_stack() -> None:
+def test_a_launch_may_end_without_a_traceback_when_one_of_its_processes_gets_no_memory() -> None:
     message = "error: out of memory on this machine; stop other programs (process teacher-add-0 ended with code 2; log: …)"
     for faults, output, wrong in (
         (("no memory replica",), message, False),
@@ -142,7 +142,7 @@ def test_a_launch_one_of_whose_processes_gets_no_memory_may_end_with_its_name_an
         assert bool(violations(found, replace(good(), letters={}), PROMISE)) is wrong
 
 
-def test_a_launch_may_end_with_the_second_rank_that_is_lost_between_two_checkpoints() -> None:
+def test_a_launch_may_end_when_a_second_rank_is_lost_between_two_checkpoints() -> None:
     message = "rank 1 was killed by SIGKILL; `understudy resume` continues from the last checkpoint"
     for faults, wrong in (
         (("kill rank", "kill rank"), False), ((AT_START, "terminate critic"), False),
@@ -160,7 +160,7 @@ def test_a_session_whose_worker_is_lost_three_times_may_be_a_dead_letter() -> No
         assert bool(violations(found, replace(good(), letters={}), PROMISE)) is wrong
 
 
-def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None:
+def test_a_launch_may_end_with_the_name_of_a_process_that_is_lost_at_its_start() -> None:
     for message in (
         "process teacher-add-0 ended with code 2",
         "process teacher-add-0 was killed by SIGKILL",
@@ -170,7 +170,7 @@ def test_a_launch_whose_process_is_lost_at_start_may_end_with_its_name() -> None
         assert violations(replace(good(), launches=launches), good(), PROMISE) == []
 
 
-def test_a_launch_that_loses_the_machine_of_its_own_ray_may_end_with_its_name_and_may_not_wait() -> None:
+def test_a_launch_that_loses_the_machine_of_its_own_ray_may_end_but_not_hang() -> None:
     message = "error: machine 127.0.0.1/b850c1, the only one of the run's own Ray, is lost: its raylet ended with code -9"
     for launch, found in (
         (Launch(2, ("kill node",), message), 0), (Launch(2, (AT_START,), message), 0), (Launch(2, ("kill node",), "error: lost"), 1),

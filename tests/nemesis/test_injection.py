@@ -1,4 +1,4 @@
-"""Faults of clock, flushes, disk and network reach the processes they are meant for, and end."""
+"""Injected faults (clock, flushes, disk, memory, network, signals) hit the intended processes, and end when undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from modes import ROLES
 from network import Proxy
 from schedules import Fault
 
-ASK = """
+PROBE = """
 import os, sys, time
 file = open(sys.argv[1], "w")
 for line in sys.stdin:
@@ -36,14 +36,14 @@ for line in sys.stdin:
 """
 
 
-def test_clock_flushes_and_room_fail_and_recover(tmp_path: Path) -> None:
+def test_clock_fsync_and_disk_faults_take_effect_and_are_undone(tmp_path: Path) -> None:
     injector = Injector(tmp_path, None)
     env = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).with_name("shim")),
         "UNDERSTUDY_NEMESIS_SHIM": str(injector.shim),
     }
-    command = [sys.executable, "-c", ASK, str(tmp_path / "file")]
+    command = [sys.executable, "-c", PROBE, str(tmp_path / "file")]
     with psutil.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
 
         def ask(word: str = "") -> str:
@@ -60,7 +60,7 @@ def test_clock_flushes_and_room_fail_and_recover(tmp_path: Path) -> None:
         until = time.monotonic() + 2
         while len(seen) < 2 and time.monotonic() < until:
             seen.add(ask())
-        assert seen == {"0 ok", "3600 ok"}, "it jumps back and forth"
+        assert seen == {"0 ok", "3600 ok"}, "the clock should jump back and forth"
         injector.undo(everything=True)
         injector.inject(Fault("failing fsync", seconds=60.0), process)
         assert ask() == "3600 Input/output error"
@@ -104,8 +104,8 @@ asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_flushes_that_sqlite_makes_fail_and_cost_nothing(tmp_path: Path) -> None:
-    """A failing flush is told with the journal's file; the log is whole, so the next open has the row."""
+def test_failing_sqlite_flushes_are_reported_and_the_journal_keeps_its_rows(tmp_path: Path) -> None:
+    """The error names the journal's file. Its log is complete, so the next open finds the row."""
     flag = tmp_path / "flag"
     env = {**os.environ, "LD_PRELOAD": flush_library(), "UNDERSTUDY_NEMESIS_FLUSH": str(flag)}
     command = [sys.executable, "-c", JOURNAL, str(tmp_path / "plane"), str(flag)]
@@ -118,7 +118,7 @@ def test_flushes_that_sqlite_makes_fail_and_cost_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_full_journal_is_told_and_has_what_was_acknowledged(tmp_path: Path) -> None:
+def test_a_full_journal_is_reported_and_keeps_acknowledged_rows(tmp_path: Path) -> None:
     code = """
 import asyncio, sys
 from pathlib import Path
@@ -154,7 +154,7 @@ asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_journal_that_cannot_be_created_is_told_and_created_later(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_created_is_reported_and_can_be_created_later(tmp_path: Path) -> None:
     (flag := tmp_path / "flag").touch()
     code = """
 import sys
@@ -211,8 +211,8 @@ time.sleep(600)
 """
 
 
-def family(*names: str) -> list[psutil.Process]:
-    """A process, its child and so on; each child has one of these names."""
+def start_process_chain(*names: str) -> list[psutil.Process]:
+    """Starts a process, its child, its child's child and so on; each descendant has one of these names."""
     found: list[psutil.Process] = [psutil.Popen([sys.executable, "-c", TREE, sys.executable, TREE, *names])]
     while len(found) <= len(names) or found[-1].cmdline()[:1] != [names[-1]]:
         found += found[-1].children()
@@ -220,8 +220,8 @@ def family(*names: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_trainer_is_frozen_while_it_waits_for_its_processes(tmp_path: Path) -> None:
-    trainer, replica = both = family(*ROLES["replica"])
+def test_freeze_waiting_suspends_the_processes_first_and_then_the_trainer(tmp_path: Path) -> None:
+    trainer, replica = both = start_process_chain(*ROLES["replica"])
     injector, seen = Injector(tmp_path, None), [[False, False]]
     assert injector.inject(Fault("freeze waiting", "replica", seconds=2.0), trainer) == "freeze"
     while len(seen) < 5:
@@ -234,16 +234,16 @@ def test_a_trainer_is_frozen_while_it_waits_for_its_processes(tmp_path: Path) ->
     assert seen[1:] == [[False, True], [True, True], [True, False], [False, False]]
 
 
-def test_an_engine_process_that_also_scores_is_an_engine(tmp_path: Path) -> None:
-    trainer, engine = family("understudy.assembly.processes.scoring_engine")
+def test_faults_of_the_engine_role_hit_an_engine_process_that_also_scores(tmp_path: Path) -> None:
+    trainer, engine = start_process_chain("understudy.assembly.processes.scoring_engine")
     assert Injector(tmp_path, None).inject(Fault("kill", "engine"), trainer) == "kill engine"
-    while engine.status() != psutil.STATUS_ZOMBIE:  # its parent does not wait for it
+    while engine.status() != psutil.STATUS_ZOMBIE:  # its parent does not reap it
         time.sleep(0.02)
     trainer.kill()
 
 
-def test_a_process_of_a_lost_machine_stands_still_until_the_launch_is_over(tmp_path: Path) -> None:
-    trainer, supervisor, worker = family("ray::Supervisor", *ROLES["remote worker"])
+def test_a_lost_machine_s_process_is_suspended_until_the_launch_is_over(tmp_path: Path) -> None:
+    trainer, supervisor, worker = start_process_chain("ray::Supervisor", *ROLES["remote worker"])
     (injector := Injector(tmp_path, None)).inject(Fault("lost machine", "remote worker", which=1), trainer)
     while supervisor.status() != psutil.STATUS_ZOMBIE or worker.status() != psutil.STATUS_STOPPED:
         assert not injector.undo()
@@ -253,7 +253,7 @@ def test_a_process_of_a_lost_machine_stands_still_until_the_launch_is_over(tmp_p
     trainer.kill()
 
 
-def test_strangers_come_to_every_port_and_leave(tmp_path: Path) -> None:
+def test_strangers_connect_to_a_port_and_close_when_the_fault_is_undone(tmp_path: Path) -> None:
     code = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0))
@@ -316,7 +316,7 @@ asyncio.run(main())
     server.shutdown()
 
 
-def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(tmp_path: Path) -> None:
+def test_processes_of_finds_a_process_without_environment_by_its_open_files(tmp_path: Path) -> None:
     code = "import time; print(1, flush=True); time.sleep(60)"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", code], env={}, stdout=log)
@@ -328,7 +328,7 @@ def test_a_process_whose_title_hides_its_environment_is_known_by_its_open_files(
     assert processes_of(tmp_path) == []
 
 
-def test_files_of_a_trainer_that_ended_by_itself_are_not_torn(tmp_path: Path) -> None:
+def test_tear_leaves_the_files_of_a_trainer_that_had_already_ended(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (metrics := tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     injector = Injector(tmp_path, None)
@@ -341,7 +341,7 @@ def test_files_of_a_trainer_that_ended_by_itself_are_not_torn(tmp_path: Path) ->
     assert metrics.read_text() != '{"step": 1}\n'
 
 
-def answering(body: bytes) -> tuple[http.server.ThreadingHTTPServer, Proxy]:
+def server_behind_proxy(body: bytes) -> tuple[http.server.ThreadingHTTPServer, Proxy]:
     """A server that answers every request with this body, and a proxy before it."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -360,8 +360,8 @@ def answering(body: bytes) -> tuple[http.server.ThreadingHTTPServer, Proxy]:
 
 
 @pytest.mark.parametrize("trouble", ["partition", "reset", "delay"])
-def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
-    server, proxy = answering(b"")
+def test_the_proxy_partitions_resets_or_delays_connections_until_it_is_undone(trouble: str) -> None:
+    server, proxy = server_behind_proxy(b"")
 
     def ask() -> float:
         place = urlsplit(proxy.url)
@@ -387,8 +387,8 @@ def test_a_proxy_cuts_delays_and_heals(trouble: str) -> None:
     server.shutdown()
 
 
-def test_a_proxy_damages_bodies_alone() -> None:
-    server, proxy = answering(b"scores")
+def test_the_proxy_damages_only_the_bodies_of_replies() -> None:
+    server, proxy = server_behind_proxy(b"scores")
 
     def ask() -> bytes:
         place = urlsplit(proxy.url)

@@ -1,4 +1,4 @@
-"""Two schedules against real runs; `make nemesis SEEDS=0:100` tries more."""
+"""The nemesis on two real runs, and how schedules are drawn and shrunk; `make nemesis SEEDS=0:100` tries more."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from starting import trainer_server
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "seed"), [("sync full", 14), ("async 1", 1)])
-def test_a_disturbed_run_keeps_every_promise(mode: str, seed: int, tmp_path: Path) -> None:
-    """All processes killed after step 4; a replica killed under a fully async run."""
+def test_a_run_with_injected_faults_has_no_violations(mode: str, seed: int, tmp_path: Path) -> None:
+    """In the sync run all processes are killed after step 4; in the async run a replica is killed."""
     found = try_schedule(draw(seed, mode, most=2), tmp_path, fork=True)
     assert found["violations"] == []
     assert found["faults"], "no fault was injected"
 
 
-def test_kept_rows_scored_by_another_teacher_are_found(tmp_path: Path) -> None:
-    """The recipe of the second reading names the other teacher's model for each."""
+def test_scored_again_reports_kept_rows_that_another_teacher_scored(tmp_path: Path) -> None:
+    """The recipe that is read the second time names the other teacher's model for each row."""
     trial = Trial(Schedule("sync fast", ()), tmp_path / "trial", trainer_server())
     kept = trial.carry_out().kept
     assert len(kept) > 20 and max(row["apart"] for row in kept) < 1e-4
@@ -38,7 +38,7 @@ def test_kept_rows_scored_by_another_teacher_are_found(tmp_path: Path) -> None:
     assert min(row["apart"] for row in again) > 0.1
 
 
-def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
+def test_drawn_schedules_repeat_and_cover_every_mode_role_and_kind_of_fault() -> None:
     drawn = [draw(seed) for seed in range(400)]
     assert drawn == [draw(seed) for seed in range(400)]
     assert {one.mode for one in drawn} == {name for name, mode in MODES.items() if mode.by_seed}
@@ -51,12 +51,12 @@ def test_schedules_repeat_and_reach_every_mode_and_role() -> None:
     assert {fault.role for fault in frozen if fault.seconds == BEYOND_DEADLINES} >= {"trainer", "replica"}
 
 
-def test_seeds_draw_what_they_drew_before_there_were_more_kinds_to_ask_for() -> None:
+def test_the_schedules_of_the_first_hundred_seeds_have_not_changed() -> None:
     drawn = json.dumps([draw(seed).as_dict() for seed in range(100)])
     assert hashlib.sha256(drawn.encode()).hexdigest().startswith("d583dd6d63ceb3d9")
 
 
-def test_faults_of_some_kinds_alone_are_drawn() -> None:
+def test_only_restricts_drawn_faults_to_the_given_kinds_and_roles() -> None:
     def drawn(*only: str) -> set[str]:
         found = [fault for seed in range(40) for fault in draw(seed, "epochs", only=only).faults]
         return {f"{fault.kind} {fault.role}" for fault in found}
@@ -70,7 +70,7 @@ def test_faults_of_some_kinds_alone_are_drawn() -> None:
     assert {fault.after for fault in starting} == {0}
 
 
-def test_a_failing_schedule_shrinks_to_the_fault_that_matters() -> None:
+def test_a_failing_schedule_shrinks_to_the_fault_that_causes_the_failure() -> None:
     bad = Fault("kill", "replica", 2, 1.5)
     schedule = Schedule("sync full", (Fault("freeze", seconds=1.0), bad, Fault("tear", after=3)))
     small = shrink(schedule, lambda one: any(fault.role == "replica" for fault in one.faults), tries=50)

@@ -1,4 +1,4 @@
-"""A small Ray cluster of several nodes on this machine, with a token, gone after the test."""
+"""A small Ray cluster of several simulated nodes on this machine, with a token, for one test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STORE = 80 * 2**20
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head node without resources unless given some, so that every role is placed on a node that a test may remove."""
+    """A cluster whose head node has no CPUs unless the parameter gives it some, so that roles are placed on
+    other nodes, which a test may remove."""
     ray = import_module("ray")
     if ray.is_initialized():
         pytest.skip(

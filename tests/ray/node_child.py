@@ -1,4 +1,5 @@
-"""A process to be started on another machine: it serves nothing, but does what every child of ours does."""
+"""A process to be started on another machine: it serves nothing, but follows the protocol of the run's child
+processes."""
 
 import argparse
 import json

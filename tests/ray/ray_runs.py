@@ -1,4 +1,4 @@
-"""Small runs on a cluster of simulated nodes, and what is read of them afterwards."""
+"""Helpers for small runs on a cluster of simulated nodes: recipes, their metrics and weights, lost nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from small_runs import ASSETS, start_cli, write_toml
 
 STORE = 80 * 2**20
 POOL = {"pools": {"train": {"nodes": 2, "cpus_per_node": 1}}, "roles": {"student": "train"}}
-"""Two machines with a rank each; the first is the trainer's own."""
+"""Two machines with one rank each; the first is the trainer's machine."""
 QUEUE = {"backend": "transfer_queue", "storage_units": 1}
 
 
 def ranks_recipe(folder: Path, steps: int = 2, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Two ranks, one teacher, a few small rows a step."""
+    """A recipe with two ranks, one teacher and a few small rows per step."""
     table: dict[str, dict[str, Any]] = {
         "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
         "teachers": {"add": {"model": str(ASSETS / "models" / "teacher-add")}},
@@ -42,8 +42,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def figures(path: Path) -> list[dict[str, float]]:
-    """Everything a step says that does not depend on the clock."""
+def metrics_without_clock(path: Path) -> list[dict[str, float]]:
+    """The metrics of every step that do not depend on the clock."""
     return [
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
         for line in lines(path)
@@ -51,9 +51,9 @@ def figures(path: Path) -> list[dict[str, float]]:
 
 
 def bits(path: Path, step: int) -> tuple[list[dict[str, float]], dict[str, bytes]]:
-    """The figures of a run and the weights of its checkpoint after `step`."""
+    """The metrics of a run and the weights of its checkpoint after `step`."""
     weights = load_file(path / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
-    return figures(path), {name: value.numpy().tobytes() for name, value in weights.items()}
+    return metrics_without_clock(path), {name: value.numpy().tobytes() for name, value in weights.items()}
 
 
 def node_of(cluster: Any, pid: int) -> Any:
@@ -65,7 +65,7 @@ def node_of(cluster: Any, pid: int) -> Any:
 
 
 class LostNode:
-    """Removes the simulated node of a process while the run goes on."""
+    """Removes the simulated node of a process while the run continues."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
@@ -81,7 +81,7 @@ class LostNode:
 
 
 def killed_and_resumed(table: dict[str, Any], step: int = 2) -> Path:
-    """The directory of a sync run whose trainer is killed in this step, and then resumed to its end."""
+    """Kills the trainer of a sync run in this step, and resumes it to its end; returns the run directory."""
     run = Path(table["run"]["dir"])
     path = write_toml(run.with_suffix(".toml"), table)
     killed = start_cli("train", str(path), "--quiet", fault=f"sync.after_update:{step}")

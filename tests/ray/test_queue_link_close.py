@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(60)]
 
 
 class MuteController:
-    """Shakes hands like a controller of TransferQueue, takes every request, and answers none."""
+    """A TransferQueue controller that completes handshakes, receives every request and answers none."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -64,28 +64,28 @@ def controller() -> Iterator[MuteController]:
     made.close()
 
 
-def until_received(controller: MuteController, requests: int) -> None:
+def wait_for_requests(controller: MuteController, requests: int) -> None:
     deadline = time.monotonic() + 20
     while controller.received < requests:
         assert time.monotonic() < deadline, f"{controller.received} of {requests} requests arrived"
         time.sleep(0.02)
 
 
-def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
-    """A daemon thread: if it hangs, it blocks no other thread."""
+def run_in_daemon_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Runs the work in a daemon thread, which cannot block the test process if it hangs."""
     outcome: Future[Any] = Future()
 
-    def go() -> None:
+    def run() -> None:
         try:
             outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=go, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return outcome
 
 
-def test_whoever_waits_on_other_threads_is_told_at_once(controller: MuteController) -> None:
+def test_close_fails_calls_that_wait_on_other_threads_at_once(controller: MuteController) -> None:
     link = QueueLink.connect(controller.address)
     marks = {"scores": ("5f0c2a.1", "5f0c2a.2")}
     calls: list[Callable[[], Any]] = [
@@ -94,8 +94,8 @@ def test_whoever_waits_on_other_threads_is_told_at_once(controller: MuteControll
         # Two columns under different names: one call of two parts.
         lambda: asyncio.run(link.get("train", ["a", "b"], ["tokens", "scores"], marks)),
     ]
-    waiting = [in_a_thread(call) for call in calls]
-    until_received(controller, 4)
+    waiting = [run_in_daemon_thread(call) for call in calls]
+    wait_for_requests(controller, 4)
     began = time.monotonic()
     link.close()
     for one in waiting:
@@ -107,8 +107,10 @@ def test_whoever_waits_on_other_threads_is_told_at_once(controller: MuteControll
     link.close()
 
 
-def test_a_caller_that_is_cancelled_meanwhile_stays_cancelled(controller: MuteController) -> None:
-    """Also by a timeout of its own, which must not turn into an error of the link."""
+def test_a_call_that_is_cancelled_or_times_out_stays_so_when_the_link_is_closed(
+    controller: MuteController,
+) -> None:
+    """A timeout of the caller must not turn into an error of the link either."""
 
     async def body() -> None:
         link = QueueLink.connect(controller.address)
@@ -116,7 +118,7 @@ def test_a_caller_that_is_cancelled_meanwhile_stays_cancelled(controller: MuteCo
             async with asyncio.timeout(0.2):
                 await link.keys("train")
         asking = asyncio.create_task(link.keys("train"))
-        await asyncio.to_thread(until_received, controller, 2)
+        await asyncio.to_thread(wait_for_requests, controller, 2)
         asking.cancel()
         link.close()
         with pytest.raises(asyncio.CancelledError):
@@ -125,8 +127,8 @@ def test_a_caller_that_is_cancelled_meanwhile_stays_cancelled(controller: MuteCo
     asyncio.run(body())
 
 
-def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) -> None:
-    """Eight threads ask again and again; none of them is left waiting, wherever the close caught it."""
+def test_calls_made_while_the_link_is_closing_fail_too(controller: MuteController) -> None:
+    """Eight threads call in a loop; none may be left waiting, whatever it did when the link was closed."""
     link = QueueLink.connect(controller.address)
 
     def ask_on() -> None:
@@ -140,18 +142,19 @@ def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) 
 
         asyncio.run(whole())
 
-    waiting = [in_a_thread(ask_on) for _ in range(8)]
-    until_received(controller, 20)
+    waiting = [run_in_daemon_thread(ask_on) for _ in range(8)]
+    wait_for_requests(controller, 20)
     link.close()
     for one in waiting:
         with pytest.raises(DataPlaneError, match="closed"):
             one.result(timeout=10)
 
 
-def test_a_link_nobody_waits_on_is_closed_at_once(
+def test_a_link_without_waiting_calls_is_closed_at_once(
     controller: MuteController, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the loop is done with its last call before the closing thread goes on: nothing would wake it any more."""
+    """Also if the link's loop finishes its last call before the closing thread continues: nothing would wake it
+    later."""
     link, submit = QueueLink.connect(controller.address), asyncio.run_coroutine_threadsafe
 
     def submit_and_dawdle(*call: Any) -> Future[Any]:

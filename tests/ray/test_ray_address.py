@@ -1,4 +1,4 @@
-"""An address where no Ray cluster answers ends a run in seconds, with the address and what to do."""
+"""A `cluster.address` without a Ray cluster ends a run within seconds; the error names the address and what to do."""
 
 import contextlib
 import resource
@@ -47,8 +47,10 @@ def listener(greeting: bytes) -> Iterator[int]:
             line.close()
 
 
-def test_a_run_at_a_closed_port_ends_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command, imports included: Ray itself would wait there for ever."""
+def test_a_run_whose_ray_address_is_a_closed_port_ends_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measures the whole command with its imports. Ray itself would wait for ever."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-nobody-asks-for-0123456789")
     address = f"127.0.0.1:{closed_port()}"
     few = tmp_path / "few.jsonl"
@@ -75,7 +77,7 @@ def test_a_run_at_a_closed_port_ends_in_seconds(tmp_path: Path, monkeypatch: pyt
 
 
 def _children_seconds() -> float:
-    """Of a CPU, used by processes that ended: imports take longer on a machine that has other work."""
+    """CPU seconds of child processes that have ended: imports take longer on a busy machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -88,26 +90,26 @@ def _children_seconds() -> float:
     ],
     ids=["says nothing", "another service"],
 )
-def test_a_port_of_something_else_is_told_in_seconds(greeting: bytes, message: str) -> None:
+def test_a_port_that_is_not_a_ray_head_is_refused_within_seconds(greeting: bytes, message: str) -> None:
     began = time.monotonic()
     with listener(greeting) as port, pytest.raises(ClusterError, match=message):
         require_answer(f"127.0.0.1:{port}", seconds=1.0)
     assert time.monotonic() - began < 5
 
 
-def test_what_begins_as_a_head_does_is_left_to_ray() -> None:
+def test_a_port_that_answers_like_a_ray_head_is_accepted_at_once() -> None:
     began = time.monotonic()
     with listener(HTTP2_SETTINGS) as port:
         require_answer(f"127.0.0.1:{port}", seconds=30.0)
-    assert time.monotonic() - began < 10, "it goes on at the first words, not at the deadline"
+    assert time.monotonic() - began < 10, "it should continue at the first bytes, not at the deadline"
 
 
-def test_a_name_that_is_nobodys_is_told() -> None:
+def test_a_host_name_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"no machine is called 'nobody\.invalid'|no answer within"):
         require_answer("nobody.invalid:6379")
 
 
-def test_a_lookup_that_hangs_is_left_behind_in_a_thread_that_ends_with_the_process(
+def test_a_connection_that_hangs_is_given_up_and_left_to_a_daemon_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     let_go = threading.Event()
@@ -135,15 +137,15 @@ def test_a_lookup_that_hangs_is_left_behind_in_a_thread_that_ends_with_the_proce
         ("10.0.0.1:head", "expected HOST:PORT or 'auto'"),
     ],
 )
-def test_addresses_of_another_form_are_refused_at_once(address: str, message: str) -> None:
+def test_malformed_ray_addresses_are_refused(address: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         require_answer(address)
 
 
-def test_auto_is_what_ray_takes_it_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_means_the_address_in_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6380")
     assert head_of("auto") == ("10.0.0.7", 6380)
-    assert head_of("10.0.0.8:6379") == ("10.0.0.8", 6379), "an address that is given wins"
+    assert head_of("10.0.0.8:6379") == ("10.0.0.8", 6379), "a given address should take precedence"
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.7:10001")
     with pytest.raises(ClusterError, match="Ray's client"):
         head_of("auto")

@@ -1,4 +1,5 @@
-"""The critic on a machine of its own: the same bits, and a machine that is lost takes the run back to its last checkpoint."""
+"""The critic on a machine of its own: the same bits; if the machine is lost, the run goes back to its last
+checkpoint."""
 
 import re
 import subprocess
@@ -8,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_runs import STORE, figures, lines, node_of
+from ray_runs import STORE, lines, metrics_without_clock, node_of
 from small_runs import ASSETS, start_cli, write_toml
 
 import understudy
@@ -25,7 +26,7 @@ def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ppo(folder: Path, steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Rewards alone, two updates a step."""
+    """A PPO recipe with rewards only and two updates per step."""
     table: dict[str, dict[str, Any]] = {
         "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
         "loss": {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95},
@@ -43,71 +44,80 @@ def ppo(folder: Path, steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def in_pool(cluster: Any) -> dict[str, Any]:
+def critic_pool(cluster: Any) -> dict[str, Any]:
     pool = {"pools": {"values": {"nodes": 1, "cpus_per_node": 1}}, "roles": {"critic": "values"}}
     return {"backend": "ray", "address": cluster.address, **pool}
 
 
-def critics(log: Path) -> list[int]:
-    """Pids of the run's critics, the newest last."""
+def critic_pids(log: Path) -> list[int]:
+    """Pids of the run's critic processes, the newest last."""
     return [int(pid) for pid in re.findall(r"process critic runs on \S+ \(pid (\d+)\)", log.read_text())]
 
 
-def test_a_critic_in_a_pool_of_its_own_learns_to_the_bit_what_it_learns_inside(
+def test_a_critic_in_a_pool_of_its_own_gives_the_same_bits_as_in_the_trainer(
     cluster: Any, tmp_path: Path
 ) -> None:
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
     here = understudy.train(ppo(tmp_path / "here", 3), progress=False)
-    there = understudy.train(ppo(tmp_path / "there", 3, cluster=in_pool(cluster)), progress=False)
-    assert figures(there.dir) == figures(here.dir) and len(figures(here.dir)) == 3
+    there = understudy.train(ppo(tmp_path / "there", 3, cluster=critic_pool(cluster)), progress=False)
+    assert (
+        metrics_without_clock(there.dir) == metrics_without_clock(here.dir)
+        and len(metrics_without_clock(here.dir)) == 3
+    )
     assert lines(there.dir)[-1]["perf/critic/bytes_sent"] > 0
     for name in ("model", "optimizer"):
         one, other = (
             (run.dir / "checkpoints" / "step-000003" / f"{name}.safetensors").read_bytes()
             for run in (here, there)
         )
-        assert one == other, "the checkpoint too"
-    (pid,) = critics(there.dir / "logs" / "trainer.log")
+        assert one == other, "the checkpoints should have the same bits"
+    (pid,) = critic_pids(there.dir / "logs" / "trainer.log")
     log_text = (there.dir / "logs" / "critic.log").read_text()
-    assert "the critic answers at http://" in log_text, "its log is in the run directory"
+    assert "the critic answers at http://" in log_text, "the critic's log should be in the run directory"
     assert not psutil.pid_exists(pid)
 
 
-def started(cluster: Any, folder: Path, steps: int) -> tuple[subprocess.Popen[str], int]:
-    """A run on the cluster that has saved a checkpoint and gone on, and the pid of its critic."""
-    table = ppo(folder / "run", steps, cluster=in_pool(cluster))
+def start_run_and_wait_for_checkpoint(
+    cluster: Any, folder: Path, steps: int
+) -> tuple[subprocess.Popen[str], int]:
+    """A run on the cluster that has taken steps after its first checkpoint, and the pid of its critic."""
+    table = ppo(folder / "run", steps, cluster=critic_pool(cluster))
     process = start_cli("train", str(write_toml(folder / "recipe.toml", table)), "--quiet")
     metrics, log = folder / "run" / "metrics.jsonl", folder / "run" / "logs" / "trainer.log"
     deadline = time.monotonic() + 400
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
-        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not take five steps"
         time.sleep(0.05)
-    return process, critics(log)[-1]
+    return process, critic_pids(log)[-1]
 
 
-def test_a_lost_machine_takes_the_run_back_and_another_one_has_the_critic(
+def test_a_run_that_loses_the_critic_s_machine_restarts_the_critic_on_another(
     cluster: Any, tmp_path: Path
 ) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
     steps = 60
     here = understudy.train(ppo(tmp_path / "here", steps), progress=False)
-    process, pid = started(cluster, tmp_path, steps)
+    process, pid = start_run_and_wait_for_checkpoint(cluster, tmp_path, steps)
     cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output[-3000:]
     log = tmp_path / "run" / "logs" / "trainer.log"
     assert "the critic was lost with its machine" in log.read_text(), log.read_text()[-3000:]
     assert re.search(r"going back to step \d+ \(restart 1 of 1\)", log.read_text())
-    assert critics(log)[-1] != pid and not any(psutil.pid_exists(one) for one in critics(log))
-    assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"
+    assert critic_pids(log)[-1] != pid and not any(psutil.pid_exists(one) for one in critic_pids(log))
+    assert metrics_without_clock(tmp_path / "run") == metrics_without_clock(here.dir), (
+        "the metrics should be those of the undisturbed run"
+    )
     report = audit(tmp_path / "run" / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0), "every row exactly once"
 
 
-def test_without_another_machine_that_is_said_within_seconds(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_without_another_machine_for_its_critic_ends_within_a_minute(
+    cluster: Any, tmp_path: Path
+) -> None:
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    process, pid = started(cluster, tmp_path, 5000)
+    process, pid = start_run_and_wait_for_checkpoint(cluster, tmp_path, 5000)
     cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
     lost = time.monotonic()
     output, _ = process.communicate(timeout=200)

@@ -1,4 +1,4 @@
-"""A worker node in a network of its own, with a /dev/shm of its own: what only works on one machine fails here.
+"""A worker node with a network and a /dev/shm of its own: code that works on one machine only fails here.
 
 this network, 10.231.77.1          another one, 10.231.77.2
 head, trainer, ledger   ──veth──   teacher, rollout engine, agent-loop worker
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import start_cli, write_toml
-from test_ray_runs import STORE, figures, recipe
+from test_ray_runs import STORE, metrics_without_clock, recipe
 
 import understudy
 from understudy.cluster.ray_cluster import use_token
@@ -34,7 +34,7 @@ def sudo(*arguments: str) -> str:
 
 @pytest.fixture
 def network() -> Iterator[str]:
-    """A namespace joined to ours by a pair of virtual cards; skipped, with the system's words, where that is not allowed."""
+    """A network namespace joined to ours by a pair of virtual interfaces; skips the test where that is not allowed."""
     name = f"us{secrets.token_hex(3)}"
     card = f"{name}a"
     steps = [
@@ -83,7 +83,7 @@ def ray_node(command: list[str], log: Path) -> Iterator[None]:
             process.wait()
 
 
-def test_every_role_works_across_networks_and_the_figures_stay(
+def test_a_run_with_roles_in_another_network_namespace_has_the_same_metrics(
     network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
@@ -103,7 +103,7 @@ def test_every_role_works_across_networks_and_the_figures_stay(
         "--include-dashboard=false",
     ]
     command = " ".join([*RAY, f"--address={address}", f"--node-ip-address={THERE}", "--num-cpus=3"])
-    apart = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none /dev/shm && exec {command}"]
+    with_its_own_shm = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none /dev/shm && exec {command}"]
     table = recipe(
         tmp_path / "run",
         rollout={"processes": 1, "workers": 1},
@@ -116,7 +116,7 @@ def test_every_role_works_across_networks_and_the_figures_stay(
     )
     with (
         ray_node(head, tmp_path / "head.log"),
-        ray_node(["ip", "netns", "exec", network, *apart], tmp_path / "node.log"),
+        ray_node(["ip", "netns", "exec", network, *with_its_own_shm], tmp_path / "node.log"),
     ):
         process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
         output, _ = process.communicate(timeout=400)
@@ -128,4 +128,6 @@ def test_every_role_works_across_networks_and_the_figures_stay(
     report = audit(tmp_path / "run" / "dataplane")
     assert report.balanced and report.trained == 16
     here = understudy.train(recipe(tmp_path / "here"), progress=False)
-    assert figures(tmp_path / "run") == figures(here.dir), "to the bit"
+    assert metrics_without_clock(tmp_path / "run") == metrics_without_clock(here.dir), (
+        "every bit should be the same"
+    )

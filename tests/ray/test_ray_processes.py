@@ -1,4 +1,4 @@
-"""Processes on other nodes: started, heard, restarted, and gone when their node, their actor or the run is."""
+"""Processes on other nodes: started, logged, restarted, and ended with their node, their supervisor or the run."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ async def open_on(cluster: Any, logs: Path, where: RayLayout) -> RayProcesses:
     return processes
 
 
-def gone(pid: int, within: float = 60.0) -> bool:
+def wait_until_gone(pid: int, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -54,14 +54,14 @@ def node_of(cluster: Any, pid: int) -> Any:
     raise AssertionError(f"no node owns process {pid}")
 
 
-async def until(condition: Any, within: float = 90.0) -> None:
+async def wait_until(condition: Any, within: float = 90.0) -> None:
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
 
 
-STOPPED = """
+SCRIPT_STOPPED_BY_SIGTERM = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from understudy.cluster.ray import RayProcesses
@@ -83,15 +83,15 @@ asyncio.run(main())
 """
 
 
-def test_a_stop_by_sigterm_has_the_time_it_needs(tmp_path: Path) -> None:
+def test_ray_does_not_abort_a_process_that_saves_after_sigterm(tmp_path: Path) -> None:
     """Ray's own handler would abort the process after 3 s."""
-    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    command = [sys.executable, "-c", SCRIPT_STOPPED_BY_SIGTERM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "saved\n"), done
     assert "SIGTERM received" not in done.stderr
 
 
-def test_children_live_on_nodes_speak_into_the_run_directory_and_die_with_whatever_holds_them(
+def test_children_run_on_nodes_log_into_the_run_directory_and_end_with_node_or_supervisor(
     cluster: Any, tmp_path: Path
 ) -> None:
     for _ in range(3):
@@ -109,22 +109,22 @@ def test_children_live_on_nodes_speak_into_the_run_directory_and_die_with_whatev
         address = ray.util.get_node_ip_address()
         assert all(child.ready["url"] == f"http://{address}:0" for child in children)
         log = tmp_path / "crew-0.log"
-        await until(lambda: log.exists() and "token 24 letters" in log.read_text())
+        await wait_until(lambda: log.exists() and "token 24 letters" in log.read_text())
 
-        # Its node goes: it ends, it is known to have ended, the others live on.
+        # A child's node is removed: the child ends, that is noticed, and the others continue.
         lost = node_of(cluster, pids[0])
         await asyncio.to_thread(cluster.remove_node, lost, False)
-        await until(lambda: not children[0].alive)
-        assert gone(pids[0]) and children[1].alive and children[2].alive
+        await wait_until(lambda: not children[0].alive)
+        assert wait_until_gone(pids[0]) and children[1].alive and children[2].alive
         await processes.stop("crew-0")
 
-        # Its supervisor is killed: the pipe closes and it ends itself.
+        # A child's supervisor is killed: the pipe closes and the child ends itself.
         os.kill(psutil.Process(pids[1]).parent().pid, 9)
-        await until(lambda: not children[1].alive)
-        assert gone(pids[1])
+        await wait_until(lambda: not children[1].alive)
+        assert wait_until_gone(pids[1])
         await processes.stop("crew-1")
 
-        # Started again where there is room: on its own node, and on one that came after the first was lost.
+        # Both are started again where there is room: on the same node, and on a node added after the first was lost.
         again = await processes.start("crew-1", "node_child", [], env)
         assert again.alive and again.process.pid != pids[1]
         fresh = cluster.add_node(num_cpus=1, object_store_memory=STORE)
@@ -135,10 +135,12 @@ def test_children_live_on_nodes_speak_into_the_run_directory_and_die_with_whatev
         return pids
 
     pids = asyncio.run(body())
-    assert all(gone(pid) for pid in pids), "nothing is left after close"
+    assert all(wait_until_gone(pid) for pid in pids), "a child outlived `close`"
 
 
-def test_the_childs_own_words_come_first_and_an_end_is_told(cluster: Any, tmp_path: Path) -> None:
+def test_errors_show_the_childs_own_message_first_and_the_end_of_a_child_is_noticed(
+    cluster: Any, tmp_path: Path
+) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
 
     async def body() -> None:
@@ -152,35 +154,35 @@ def test_the_childs_own_words_come_first_and_an_end_is_told(cluster: Any, tmp_pa
             assert "the model folder is empty" in (tmp_path / "crew-0.log").read_text()
 
             short = await processes.start("crew-1", "node_child", ["--leave-after", "0.5"])
-            await until(lambda: not short.alive)
+            await wait_until(lambda: not short.alive)
             assert short.process.returncode == 7 and (tmp_path / "crew-1.log").read_text().endswith(
                 "goodbye\n"
             )
             with pytest.raises(ChildDied, match="No module named"):
                 await processes.start("crew-0", "no_such_module", [])
 
-            # What has no bundle here runs beside the trainer; a second name twice is refused.
+            # A child without a bundle runs beside the trainer; starting the same name twice is refused.
             local = await processes.start("neighbour", "node_child", [])
             assert psutil.Process(local.process.pid).ppid() == os.getpid()
             with pytest.raises(ClusterError, match="runs already"):
                 await processes.start("neighbour", "node_child", [])
             ends = await processes.start("crew-0", "node_child", [])
             processes.kill_now()
-            assert gone(ends.process.pid) and gone(local.process.pid)
+            assert wait_until_gone(ends.process.pid) and wait_until_gone(local.process.pid)
         finally:
             await processes.close()
 
     asyncio.run(body())
 
 
-def test_a_wish_that_does_not_fit_is_refused_in_seconds_with_the_cluster_drawn(
+def test_a_request_that_does_not_fit_is_refused_within_seconds_with_a_list_of_resources(
     cluster: Any, tmp_path: Path
 ) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     began = time.monotonic()
     with pytest.raises(ClusterError) as caught:
         asyncio.run(open_on(cluster, tmp_path, layout("a-0", "a-1", spread=Spread.STRICT)))
-    # Five seconds for what others give back, and Ray's own connecting and leaving on a machine that has other work.
+    # Five seconds of waiting for resources to be freed, and Ray's connecting and disconnecting on a busy machine.
     assert time.monotonic() - began < 30
     assert "room was found for 1" in str(caught.value) and "free 2 CPU" in str(caught.value)
-    assert not ray.is_initialized(), "the connection is given back"
+    assert not ray.is_initialized(), "the connection to Ray should be closed"

@@ -1,4 +1,5 @@
-"""Whole runs on a cluster of several nodes: the same figures as on one machine, and they outlive a teacher's node."""
+"""Whole runs on a cluster of several nodes: the metrics of one machine, kills, lost nodes, and requests that do
+not fit."""
 
 import asyncio
 import json
@@ -38,8 +39,8 @@ def recipe(folder: Path, steps: int = 2, replicas: int = 1, **changes: dict[str,
     return table
 
 
-def figures(path: Path) -> list[dict[str, float]]:
-    """Everything a step says that does not depend on the clock."""
+def metrics_without_clock(path: Path) -> list[dict[str, float]]:
+    """The metrics of every step that do not depend on the clock."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
@@ -47,7 +48,9 @@ def figures(path: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_runs_on_ray_equal_the_local_run_with_and_without_a_queue(cluster: Any, tmp_path: Path) -> None:
+def test_runs_on_ray_have_the_metrics_of_the_local_run_with_and_without_a_queue(
+    cluster: Any, tmp_path: Path
+) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=2, object_store_memory=STORE)
     on_ray = {"backend": "ray", "address": cluster.address}
@@ -55,16 +58,18 @@ def test_runs_on_ray_equal_the_local_run_with_and_without_a_queue(cluster: Any, 
     here = understudy.train(recipe(tmp_path / "here"), progress=False)
     there = understudy.train(recipe(tmp_path / "there", cluster=on_ray), progress=False)
     queued = understudy.train(recipe(tmp_path / "queued", cluster=on_ray, dataplane=queue), progress=False)
-    losses = [line["actor/loss"] for line in figures(here.dir)]
+    losses = [line["actor/loss"] for line in metrics_without_clock(here.dir)]
     assert len(losses) == 2 and losses[0] != losses[1]
-    assert figures(there.dir) == figures(here.dir), "to the bit: the same models, batches and threads"
-    assert figures(queued.dir) == figures(here.dir)
+    assert metrics_without_clock(there.dir) == metrics_without_clock(here.dir), (
+        "models, batches and threads are the same"
+    )
+    assert metrics_without_clock(queued.dir) == metrics_without_clock(here.dir)
     for run in (here, there, queued):
         report = audit(run.dir / "dataplane")
         assert report.balanced and report.trained == 16
 
 
-def test_the_fully_async_trainer_runs_on_it_too(cluster: Any, tmp_path: Path) -> None:
+def test_a_fully_async_run_trains_on_ray_with_a_queue(cluster: Any, tmp_path: Path) -> None:
     cluster.add_node(num_cpus=3, object_store_memory=STORE)
     table = recipe(
         tmp_path / "run",
@@ -85,13 +90,13 @@ def start_and_wait(folder: Path, table: dict[str, Any]) -> tuple[subprocess.Pope
     metrics, log = folder / "run" / "metrics.jsonl", folder / "run" / "logs" / "trainer.log"
     deadline = time.monotonic() + 400
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not take three steps"
         time.sleep(0.2)
     found = re.findall(r"process (teacher-add-\d) runs on \S+ \(pid (\d+)\)", log.read_text())
     return process, {name: int(pid) for name, pid in found}
 
 
-def test_killing_the_trainer_leaves_nothing_on_any_machine_and_the_run_goes_on(
+def test_a_killed_trainer_leaves_no_process_on_any_machine_and_the_run_can_be_resumed(
     cluster: Any, tmp_path: Path
 ) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
@@ -105,7 +110,7 @@ def test_killing_the_trainer_leaves_nothing_on_any_machine_and_the_run_goes_on(
     while any(psutil.pid_exists(pid) for pid in pids.values()):
         assert time.monotonic() < deadline, "a teacher outlived its run"
         time.sleep(0.2)
-    done = len(figures(tmp_path / "run"))
+    done = len(metrics_without_clock(tmp_path / "run"))
     resumed = start_cli("resume", str(tmp_path / "run"), f"trainer.steps={done + 2}", "--quiet")
     output, _ = resumed.communicate(timeout=500)
     assert resumed.returncode == 0, output[-3000:]
@@ -113,7 +118,7 @@ def test_killing_the_trainer_leaves_nothing_on_any_machine_and_the_run_goes_on(
     assert report.balanced and report.trained == 8 * (done + 2)
 
 
-def test_a_run_outlives_the_node_of_a_teacher_replica(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_continues_when_the_node_of_a_teacher_replica_is_lost(cluster: Any, tmp_path: Path) -> None:
     for _ in range(3):
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
     table = recipe(
@@ -125,26 +130,26 @@ def test_a_run_outlives_the_node_of_a_teacher_replica(cluster: Any, tmp_path: Pa
     cluster.remove_node(node_of(cluster, pids["teacher-add-0"]), allow_graceful=False)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output[-3000:]
-    assert steps_before < 60 and len(figures(tmp_path / "run")) == 60
+    assert steps_before < 60 and len(metrics_without_clock(tmp_path / "run")) == 60
     report = audit(tmp_path / "run" / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (480, 0)
-    assert "replica 0: ejected" in log.read_text(), "the replica was missed"
+    assert "replica 0: ejected" in log.read_text(), "the lost replica should be ejected"
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
 @pytest.mark.parametrize("cluster", [1], indirect=True, ids=["head-has-a-cpu"])
-def test_ranks_on_two_machines_train_as_on_one(cluster: Any, tmp_path: Path) -> None:
+def test_ranks_on_two_machines_give_nearly_the_losses_of_one_machine(cluster: Any, tmp_path: Path) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     pool = {"pools": {"train": {"nodes": 2, "cpus_per_node": 1}}, "roles": {"student": "train"}}
     on_ray = {"backend": "ray", "address": cluster.address, **pool}
     two: dict[str, Any] = {"trainer": {"ranks": 2}}
     here = understudy.train(recipe(tmp_path / "here", **two), progress=False)
     there = understudy.train(recipe(tmp_path / "there", cluster=on_ray, **two), progress=False)
-    assert [line["actor/loss"] for line in figures(there.dir)] == pytest.approx(
-        [line["actor/loss"] for line in figures(here.dir)], abs=1e-6
+    assert [line["actor/loss"] for line in metrics_without_clock(there.dir)] == pytest.approx(
+        [line["actor/loss"] for line in metrics_without_clock(here.dir)], abs=1e-6
     )
     assert "process rank-1 runs on" in (there.dir / "logs" / "trainer.log").read_text()
-    assert not list(there.dir.glob("understudy-ranks-*")), "the coordination folder is gone"
+    assert not list(there.dir.glob("understudy-ranks-*")), "the coordination folder should be removed"
 
 
 def node_of(cluster: Any, pid: int) -> Any:
@@ -154,7 +159,7 @@ def node_of(cluster: Any, pid: int) -> Any:
     )
 
 
-def test_what_does_not_fit_is_said_before_anything_is_loaded(cluster: Any, tmp_path: Path) -> None:
+def test_replicas_that_do_not_fit_on_the_cluster_are_refused(cluster: Any, tmp_path: Path) -> None:
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
     table = recipe(tmp_path / "run", replicas=3, cluster={"backend": "ray", "address": cluster.address})
     with pytest.raises(
@@ -164,12 +169,12 @@ def test_what_does_not_fit_is_said_before_anything_is_loaded(cluster: Any, tmp_p
     assert "has 1 CPU" in str(caught.value)
     with pytest.raises(ConfigError, match=r"cluster\.backend = 'ray'"):
         understudy.train(recipe(tmp_path / "b", dataplane={"backend": "transfer_queue"}), progress=False)
-    assert asyncio.run(_nothing_left())
+    assert asyncio.run(_no_teacher_process_left())
 
 
-async def _nothing_left() -> bool:
+async def _no_teacher_process_left() -> bool:
     return not [
         child
         for child in psutil.Process().children(recursive=True)
-        if "teacher.server" in " ".join(child.cmdline())
+        if "teacher.replica.server" in " ".join(child.cmdline())
     ]

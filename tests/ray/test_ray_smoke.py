@@ -30,8 +30,9 @@ def test_a_cluster_without_a_token_is_refused(tmp_path: Path, monkeypatch: pytes
     assert not ray.is_initialized()
 
 
-def test_one_step_on_a_ray_of_its_own(tmp_path: Path) -> None:
-    """In a process of its own, as from the command line: Ray forks, which a process with torch's groups does not survive."""
+def test_a_run_takes_one_step_on_a_ray_of_its_own_and_leaves_no_ray_process(tmp_path: Path) -> None:
+    """The run is a process of its own, as from the command line: Ray forks, which a process with torch's process groups
+    does not survive."""
     table = {
         "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
         "teachers": {"add": {"model": str(ASSETS / "models" / "teacher-add")}},
@@ -46,7 +47,7 @@ def test_one_step_on_a_ray_of_its_own(tmp_path: Path) -> None:
     process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet", fork=False)
     family: dict[psutil.Process, str] = {}
     while process.poll() is None:
-        # Of the command alone: the process that runs the tests has children of other tests.
+        # Only children of the command: the test process has children of other tests.
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):

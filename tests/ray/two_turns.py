@@ -1,4 +1,4 @@
-"""An agent loop of two turns for runs on a cluster: what the student wrote, a few tokens of an environment, and once more."""
+"""An agent loop of two turns for runs on a cluster, with a few tokens of an environment between them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""An external server: a dialect's routes over a model folder, until stdin closes. Prints its port."""
+"""An external server with a dialect's routes over a model folder. Prints its port and serves until stdin is closed."""
 
 from __future__ import annotations
 

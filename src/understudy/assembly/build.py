@@ -29,6 +29,7 @@ from understudy.assembly.sessions import SessionParts, evaluator_of, open_sessio
 from understudy.assembly.teachers.following import SelfTeachers, self_teachers_of
 from understudy.assembly.teachers.queues import teacher_parts
 from understudy.assembly.teachers.running import Teachers
+from understudy.assembly.teachers.start import begin_teachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
@@ -88,6 +89,8 @@ async def build(
         launch = Launch(run, processes, view, stack, gpus, seat_here(recipe, gpus))
         await prepare(launch, settings.compute, recipe.cluster, recipe.run.python_path)
         starting_critic = start_critic(launch, settings.critic)
+        begun_teachers = begin_teachers(settings.teachers, processes, launch.seating)
+        stack.push_async_callback(begun_teachers.stop)
         inputs = await load_inputs(
             launch,
             settings.student,
@@ -100,7 +103,7 @@ async def build(
         )
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
         engine, teachers = await start_engine_and_teachers(
-            launch, inputs, settings.engine, settings.teachers, recipe.data, remote_scoring
+            launch, inputs, settings.engine, settings.teachers, recipe.data, begun_teachers, remote_scoring
         )
         policy = await open_policy(
             launch, settings.learn, inputs.student, inputs.usable, partial(keep_refused, run, "student")

@@ -7,7 +7,6 @@ teachers of their own      prompts are measured ──> engine        in the eng
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable
 
 from understudy.assembly.engines import longest_request, open_engine
@@ -15,7 +14,7 @@ from understudy.assembly.inputs import Inputs
 from understudy.assembly.prepare import Launch
 from understudy.assembly.teachers.admin import open_for_requests
 from understudy.assembly.teachers.running import Teachers
-from understudy.assembly.teachers.start import start_teachers
+from understudy.assembly.teachers.start import BegunTeachers, start_teachers
 from understudy.assembly.teachers.student_facts import student_facts
 from understudy.config import DataConfig
 from understudy.engines.base import Engine
@@ -30,10 +29,11 @@ async def start_engine_and_teachers(
     settings: EngineSettings,
     teacher_settings: TeacherSettings,
     data: DataConfig,
+    begun: BegunTeachers,
     remote_scoring: RemoteScoring | None,
 ) -> tuple[Engine, Teachers]:
-    """Teachers start while the prompts are measured, the engine after that. A teacher that sits in the engine's
-    processes needs them first."""
+    """Teachers start while the prompts are measured, those in `begun` have started already; the engine starts after
+    that. A teacher that sits in the engine's processes needs them first."""
     stack = launch.stack
     # Measured by rendering every prompt, on a thread while teachers start.
     longest = asyncio.create_task(
@@ -44,7 +44,7 @@ async def start_engine_and_teachers(
     teachers = await start_teachers(
         teacher_settings,
         launch.processes,
-        launch.seating,
+        begun,
         student_facts(
             settings,
             data,
@@ -55,7 +55,6 @@ async def start_engine_and_teachers(
             inputs.vocabularies,
         ),
         launch.view,
-        secrets.token_urlsafe(24),
         remote_scoring,
         engine,
     )

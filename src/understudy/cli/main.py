@@ -71,18 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _parser(arguments)
-    options = _parsed(parser, arguments)
-    if not hasattr(options, "run_command"):
-        parser.print_help()
-        return 2
-    command: Callable[[argparse.Namespace], int | None] = options.run_command
+    debug = "--debug" in arguments
     try:
+        parser = _parser(arguments)
+        options = _parsed(parser, arguments)
+        if not hasattr(options, "run_command"):
+            parser.print_help()
+            return 2
+        command: Callable[[argparse.Namespace], int | None] = options.run_command
         raise_if_interrupted()
         return command(options) or 0
     except UnderstudyError as error:
         raise_if_interrupted()
-        if options.debug:
+        if debug:
             traceback.print_exc()
         _say(error)
         return error.exit_code
@@ -99,12 +100,17 @@ def _run(arguments: list[str]) -> int:
             )
             return 2
         raise_if_interrupted()  # an import may have made an ImportError of it
-        if options.debug:
+        if debug:
             raise
+        from understudy.planning.installed import too_old
+
+        outdated = too_old()
+        if outdated:  # the likely cause
+            _say(ConfigError(outdated))
         console = _stderr()
         console.print(f"[red]error:[/] unexpected {type(error).__name__}: {_escape(str(error))}")
         console.print("run the same command with --debug for the stack trace", style="dim")
-        return 1
+        return 2 if outdated else 1
 
 
 def _stderr() -> Console:

@@ -7,9 +7,9 @@ quickstart spent more time importing than on anything else before the first step
 session, a log and a pipe to its launcher, as any child does (`local.py`). It does not need the fork server
 once it runs.
 
-Used only on Linux without a visible GPU: whether a fork may use a GPU depends on what libraries did at import. A
-child is started as a plain subprocess if its environment differs in variables that libraries read when they
-load (`_READ_AT_LOAD`).
+Used only on Linux without a visible GPU: whether a fork may use a GPU depends on what libraries did at import. With
+a GPU, spare processes take its place (`spare_processes.py`). A child is started as a plain subprocess if its
+environment differs in variables that libraries read when they load (`_READ_AT_LOAD`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ_AT_LOAD = (
     "CUDA", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TRITON", "TMPDIR", "HOME", "XDG_", "PATH", "VIRTUAL_ENV",
 )  # fmt: skip
 """Prefixes of variables that libraries read when they load."""
-_PROGRAM = "from understudy.cluster.fork_server_process import main; main({}, {})"
+_PROGRAM = "from understudy.cluster.fork_server_process import main; main({}, {}, forks={})"
 _ANSWER_SECONDS = 10.0
 """How long `start` waits for a fork. It takes some hundredths of a second and blocks the launcher's event
 loop."""
@@ -60,6 +60,30 @@ class ChildProcess(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
+class ProcessSource(Protocol):
+    """Starts children that have imported their modules already: a fork server, or spare processes."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it starts no more children."""
+        ...
+
+    def ready(self) -> bool: ...
+
+    def takes(self, environment: Mapping[str, str]) -> bool: ...
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: int,
+        pipe: int | None,
+    ) -> ChildProcess: ...
+
+    def close(self) -> None: ...
+
+
 class ForkServer:
     """The launcher's handle on the fork server: its process, the socket to it and exit codes not yet read.
 
@@ -68,11 +92,11 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         environment = {**os.environ, **env}
-        self._environment = _read_at_load(environment)
+        self._environment = read_at_load(environment)
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.setblocking(False)
         with theirs:
-            self._process = _begin(theirs.fileno(), modules, environment)
+            self._process = begin(theirs.fileno(), modules, environment)
         self._lock = threading.Lock()
         self._ready = False
         self._ended = False
@@ -90,7 +114,7 @@ class ForkServer:
             return self._ready and not self._ended
 
     def takes(self, environment: Mapping[str, str]) -> bool:
-        return _read_at_load(environment) == self._environment
+        return read_at_load(environment) == self._environment
 
     def start(
         self,
@@ -102,15 +126,7 @@ class ForkServer:
     ) -> ChildProcess:
         """Fork a child; `OSError` if the fork server has ended or does not answer. Only a child with a pipe is
         given `--watch-fd`."""
-        job = {
-            "module": module,
-            "arguments": [*arguments],
-            "env": dict(environment),
-            "folder": str(Path.cwd()),
-        }
-        message = json.dumps(job).encode()
-        if len(message) > LARGEST:
-            raise OSError("an environment this large does not fit into a message")
+        message = job_message(module, arguments, environment)
         with self._lock:
             socket.send_fds(self._line, [message], [log] if pipe is None else [log, pipe])
             deadline = time.monotonic() + _ANSWER_SECONDS
@@ -178,12 +194,12 @@ class ForkServer:
         return None
 
 
-def _begin(
-    descriptor: int, modules: Sequence[str], environment: Mapping[str, str]
+def begin(
+    descriptor: int, modules: Sequence[str], environment: Mapping[str, str], *, forks: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Starts the fork server's process."""
+    """Starts the process of a fork server, or a spare one."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM.format(descriptor, list(modules))],
+        [sys.executable, "-P", "-c", _PROGRAM.format(descriptor, list(modules), forks)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -191,6 +207,20 @@ def _begin(
         pass_fds=[descriptor],
         start_new_session=True,
     )
+
+
+def job_message(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    """`OSError` if it is too long."""
+    job = {
+        "module": module,
+        "arguments": [*arguments],
+        "env": dict(environment),
+        "folder": str(Path.cwd()),
+    }
+    message = json.dumps(job).encode()
+    if len(message) > LARGEST:
+        raise OSError("an environment this large does not fit into a message")
+    return message
 
 
 class _Forked:
@@ -217,7 +247,7 @@ class _Forked:
         return code
 
 
-_SERVER: ForkServer | None = None
+_SERVER: ProcessSource | None = None
 
 
 @contextmanager
@@ -226,11 +256,18 @@ def prepared(env: Mapping[str, str], modules: Sequence[str] = MODULES) -> Iterat
 
     Does nothing if this process has one already, or must not fork (`can_fork`).
     """
-    global _SERVER
     if current() is not None or not can_fork():
         yield
         return
-    made = _SERVER = ForkServer(env, modules)
+    with used(ForkServer(env, modules)):
+        yield
+
+
+@contextmanager
+def used(made: ProcessSource) -> Iterator[None]:
+    """Children are taken from `made` for the duration of the block, which closes it."""
+    global _SERVER
+    _SERVER = made
     try:
         yield
     finally:
@@ -244,12 +281,12 @@ def can_fork() -> bool:
     return hasattr(os, "pidfd_open") and without_gpu
 
 
-def current() -> ForkServer | None:
-    """The fork server of this process, if it has one that runs."""
+def current() -> ProcessSource | None:
+    """The fork server of this process, or its spare processes, if it has any."""
     return None if _SERVER is None or _SERVER.over else _SERVER
 
 
-def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
+def read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOAD)}
 
 

@@ -10,6 +10,9 @@
 
 The server never computes: forking a process that has threads or a CUDA context is unsafe. It exits when its
 socket closes.
+
+A spare process (`spare_processes.py`) begins in the same way, but does not fork: it becomes the child of its first
+job.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
+from understudy.cluster.mps import uses_cuda
+
 MODULES = ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 """The modules that take seconds to import, besides numpy."""
 LARGEST = 1 << 18
@@ -47,7 +52,7 @@ class Job:
     folder: str
 
 
-def main(number: int, modules: Sequence[str]) -> None:
+def main(number: int, modules: Sequence[str], forks: bool = True) -> None:
     line = socket.socket(fileno=number)
     getproctitle()  # first call: it locates the title's memory by the environment as it was at the start
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their CPU time
@@ -55,16 +60,26 @@ def main(number: int, modules: Sequence[str]) -> None:
     known = _threads()  # threads of numpy's OpenBLAS, which stops them before a fork
     for module in modules:
         importlib.import_module(module)
-    why_not = f"{_threads()} threads run where {known} did" if _threads() > known else None
+    why_not = _why_no_fork(known) if forks else _why_no_spare()
     _tell(line, {"ready": why_not is None, "why": why_not})
     if why_not is not None:
         return
-    gc.collect()
+    if forks:
+        gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, every page
     gc.enable()
-    job = _serve(line)
+    job = _serve(line) if forks else _only_job(line)
     if job is not None:  # in a child; run from here so that it exits as any program does
         _become(job)
+
+
+def _why_no_fork(known: int) -> str | None:
+    return f"{_threads()} threads run where {known} did" if _threads() > known else None
+
+
+def _why_no_spare() -> str | None:
+    """CUDA reads its variables when it is opened, and the job brings others."""
+    return "an import has opened CUDA" if uses_cuda() else None
 
 
 def _threads() -> int:
@@ -100,14 +115,29 @@ def _serve(line: socket.socket) -> Job | None:
             log, *pipe = given
             pid = _fork(line, log, list(ends))
             if pid == 0:
-                watch = ["--watch-fd", str(pipe[0])] if pipe else []
-                return Job(asked["module"], [*asked["arguments"], *watch], asked["env"], asked["folder"])
+                return _job(asked, pipe)
             for descriptor in given:
                 os.close(descriptor)
             end = os.pidfd_open(pid)
             ends[end] = pid
             waiting.register(end, select.POLLIN)
             _tell(line, {"pid": pid})
+
+
+def _only_job(line: socket.socket) -> Job | None:
+    """The job of a spare process; None when the launcher closed the socket."""
+    message, given, _, _ = socket.recv_fds(line, LARGEST, 2)
+    line.close()
+    if not message:
+        return None
+    log, *pipe = given
+    _print_to(log)
+    return _job(json.loads(message), pipe)
+
+
+def _job(asked: dict[str, Any], pipe: list[int]) -> Job:
+    watch = ["--watch-fd", str(pipe[0])] if pipe else []
+    return Job(asked["module"], [*asked["arguments"], *watch], asked["env"], asked["folder"])
 
 
 def _code(pid: int) -> int:
@@ -135,10 +165,15 @@ def _fork(line: socket.socket, log: int, others: list[int]) -> int:
     line.close()
     for other in others:
         os.close(other)
-    os.dup2(log, 1)  # standard input stays /dev/null, inherited from the fork server
+    _print_to(log)
+    return 0
+
+
+def _print_to(log: int) -> None:
+    """Standard input stays /dev/null, as the launcher set it."""
+    os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    return 0
 
 
 def _become(job: Job) -> None:

@@ -33,6 +33,7 @@ from understudy.planning.image_checks import (
     replicas_read_pictures,
     with_picture_tokens,
 )
+from understudy.planning.installed import FRAMEWORKS, too_old
 from understudy.planning.models.adapter_targets import targets_fit
 from understudy.planning.models.aligned import (
     aligned_sides,
@@ -160,6 +161,7 @@ def preflight(
     set_python_path(recipe.run.python_path)
     here = starting and recipe.cluster.backend == "local"
     checks = _Checks(recipe, findings or Findings(), SlowWork(enabled=progress), here)
+    checks.problems += too_old(FRAMEWORKS)
     checks.attempt(describe, recipe.loss)
     checks.findings.notes += sampling_notes(recipe.loss, recipe.rollout)
     models = checks.models()

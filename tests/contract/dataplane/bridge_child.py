@@ -1,4 +1,4 @@
-"""A process that knows a queue, a run directory and some bridged functions: it runs calls, one line each, until its input ends."""
+"""A process with a queue, a run directory and bridged functions. It runs one call per line until its input ends."""
 
 import asyncio
 import base64

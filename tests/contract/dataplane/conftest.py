@@ -21,6 +21,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
 
 @pytest.fixture(scope="session")
 def queue() -> Iterator[None]:
-    """A small Ray with a TransferQueue, for as long as the session lasts."""
+    """A small Ray cluster with a TransferQueue."""
     with start_queue():
         yield

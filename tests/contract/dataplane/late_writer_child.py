@@ -1,4 +1,4 @@
-"""A writer that stops (SIGSTOP) when its row is in the run directory and not yet in the queue, and goes on whenever it is let."""
+"""A writer that stops itself (SIGSTOP) when its row is in the run directory but not in the queue, until SIGCONT."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A data plane so simple that it is obviously right: lists, scans, no journal. The real ones must agree with it."""
+"""A simple model of a data plane: lists and scans, no journal. The real data planes must agree with it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Model:
         return True
 
     def put(self, key: str, column: str, value: int, lease: int | None) -> bool:
-        """False: refused."""
+        """Returns False if the write is refused."""
         if lease is not None and (lease not in self.leases or key not in self.leases[lease].keys):
             return False
         row = self.rows.get(key)
@@ -85,7 +85,7 @@ class Model:
     def claim(
         self, n: int, at_least: int, fields: set[str], order: Order, status: RowStatus
     ) -> list[str] | None:
-        """The keys a claim gets; None: it waits."""
+        """The keys that a claim gets, or None if it waits."""
         units: dict[str, list[ModelRow]] = {}
         for row in self.rows.values():
             units.setdefault(row.unit, []).append(row)

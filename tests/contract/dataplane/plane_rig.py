@@ -1,4 +1,4 @@
-"""What every data plane is tested with: a way to open one, a clock to turn by hand, and rows to write."""
+"""Helpers of the data plane tests: the implementations, a manual clock, and rows to write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMY = {"max_rows": 10_000, "max_bytes": 2**26, "spill_bytes": 2**20}
 
 
 class HandClock:
-    """Time that passes when told to."""
+    """A clock whose time the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,7 +33,7 @@ class Rig:
     """One implementation, opened on one folder as often as a test likes."""
 
     def __init__(self, open_plane: Callable[..., DataPlane], folder: Path, reloads: bool = True) -> None:
-        """`reloads`: columns of an earlier life come back into memory, as far as it goes."""
+        """`reloads`: after reopening, columns are loaded into memory up to its bound."""
         self._open = open_plane
         self.reloads = reloads
         self.folder = folder
@@ -43,7 +43,7 @@ class Rig:
         return self._open(self.folder, clock=self.clock, **{**ROOMY, **settings})
 
     def run(self, body: Callable[[Any], Awaitable[Result]], **settings: Any) -> Result:
-        """Open, do, close."""
+        """Opens a plane, runs `body` with it, and closes it."""
 
         async def whole() -> Result:
             plane = self.open(**settings)
@@ -60,7 +60,7 @@ _links: list[Any] = []
 
 @contextmanager
 def start_queue() -> Iterator[None]:
-    """Ray on one machine, a queue with two storage units on it, and the link the planes below use."""
+    """Starts Ray on this machine, a queue with two storage units, and the link that the planes below use."""
     pytest.importorskip("ray")
     pytest.importorskip("transfer_queue.metadata")
     connecting = import_module("understudy.cluster.ray_cluster")
@@ -108,7 +108,7 @@ async def put_all(plane: Any, names: list[str], partition: str = "train", **colu
 
 
 async def is_waiting(task: asyncio.Task[Any], turns: int = 20) -> bool:
-    """The task has had every chance to go on and did not."""
+    """Whether the task is still not done after many turns of the event loop."""
     for _ in range(turns):
         await asyncio.sleep(0.002)
         if task.done():

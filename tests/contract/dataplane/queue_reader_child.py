@@ -1,4 +1,4 @@
-"""A process that knows the address of a queue and the names of rows, and has no Ray: it reads them and says what it got."""
+"""A process without Ray that reads rows by name from a queue's address and prints what it got."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Bridged functions in another process: columns are fetched and written there, and names are all that passes here."""
+"""Bridged functions in another process, which fetches and writes columns itself; the plane passes only row names."""
 
 import asyncio
 import base64
@@ -25,12 +25,12 @@ KEYS = [f"p{number}_0_0" for number in range(3)]
 
 
 class RemoteProcess:
-    """A process, asked by lines."""
+    """A process that answers requests, one line each."""
 
     def __init__(self, process: Any) -> None:
         self.process = process
         self.seen = 0
-        """Bytes that came and went."""
+        """Bytes sent and received."""
 
     @staticmethod
     async def start(folder: Path, plane: Any) -> "RemoteProcess":
@@ -50,7 +50,7 @@ class RemoteProcess:
         self.process.stdin.write(line)
         while not (reply := await self.process.stdout.readline()).startswith(b"answer "):
             if not reply:
-                raise ConnectionError("it is gone")
+                raise ConnectionError("the process is gone")
         self.seen += len(line) + len(reply)
         text = reply.decode().split(" ", 1)[1].strip()
         if text.startswith("!"):
@@ -77,20 +77,20 @@ def run(folder: Path, body: Any) -> None:
     asyncio.run(whole())
 
 
-def test_columns_are_fetched_and_written_there_and_only_names_travel(tmp_path: Path) -> None:
+def test_a_bridged_call_moves_only_row_names_through_the_planes_process(tmp_path: Path) -> None:
     async def body(plane: Any, remote: RemoteProcess) -> None:
         lease = await plane.claim("train", 3, fields=("tokens",), order=Order.KEY)
         done = await call_remote(
             plane, lease, ("tokens",), lambda call: remote.ask("measure", call, factor=2)
         )
         assert done.keys == tuple(KEYS) and {"length", "squares"} <= set(done.fields)
-        assert plane.uploads.bytes_got == 0, "the plane's own process fetched nothing"
-        assert remote.seen < 20_000, "three rows of 80 kB each, and as much again written"
+        assert plane.uploads.bytes_got == 0, "the plane's own process must fetch nothing"
+        assert remote.seen < 20_000, "the columns, 80 kB a row, must not pass through the plane's process"
         columns = await plane.get(done, ("length", "squares"))
         assert columns["length"] == [40_000, 40_002, 40_004]
         for number, squares in enumerate(columns["squares"]):
             assert np.array_equal(squares.numpy(), np.arange(20_000 + number, dtype=np.float32) ** 2)
-        # What one function wrote, the next one reads, from where it lies; and an answer that is no columns comes as it is.
+        # The next function reads by location what the first one wrote. An answer without columns is returned as it is.
         whole = await call_remote(plane, done, ("squares",), lambda call: remote.ask("total", call))
         assert whole == pytest.approx(sum((np.arange(20_000 + n) ** 2.0).sum() for n in range(3)), rel=1e-5)
         await plane.ack(lease, 1)
@@ -98,7 +98,7 @@ def test_columns_are_fetched_and_written_there_and_only_names_travel(tmp_path: P
     run(tmp_path, body)
 
 
-def test_new_columns_outlive_the_plane(tmp_path: Path) -> None:
+def test_columns_written_by_a_bridged_call_are_read_after_the_plane_is_reopened(tmp_path: Path) -> None:
     async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
         await call_remote(plane, meta, ("tokens",), lambda call: remote.ask("measure", call))
@@ -114,24 +114,24 @@ def test_new_columns_outlive_the_plane(tmp_path: Path) -> None:
     asyncio.run(again())
 
 
-def test_a_lease_that_was_given_back_fences_what_comes_late(tmp_path: Path) -> None:
+def test_columns_that_a_remote_call_returns_after_its_lease_was_released_are_refused(tmp_path: Path) -> None:
     async def body(plane: Any, remote: RemoteProcess) -> None:
         lease: Lease = await plane.claim("train", 3, fields=("tokens",), order=Order.KEY)
 
-        async def slowly(call: RemoteCall) -> RemoteResult:
+        async def release_before_returning(call: RemoteCall) -> RemoteResult:
             answer = await remote.ask("measure", call)
             await plane.release(lease)
             return answer
 
         with pytest.raises(LeaseLost):
-            await call_remote(plane, lease, ("tokens",), slowly)
+            await call_remote(plane, lease, ("tokens",), release_before_returning)
         with pytest.raises(DataPlaneError):
             await plane.get(lease.meta, ("length",))
 
     run(tmp_path, body)
 
 
-def test_a_process_that_dies_leaves_nothing_and_the_call_may_be_made_again(tmp_path: Path) -> None:
+def test_a_bridged_call_can_be_repeated_in_another_process_after_the_first_died(tmp_path: Path) -> None:
     async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
         remote.process.kill()
@@ -150,7 +150,7 @@ def test_a_process_that_dies_leaves_nothing_and_the_call_may_be_made_again(tmp_p
     run(tmp_path, body)
 
 
-def test_a_column_that_was_not_sent_along_is_named(tmp_path: Path) -> None:
+def test_a_bridged_call_that_reads_a_column_not_sent_with_it_is_refused(tmp_path: Path) -> None:
     async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
         with pytest.raises(DataPlaneError, match="reads squares, and the call was sent with tokens"):

@@ -1,4 +1,4 @@
-"""Full means wait: producers stand in line, nothing is dropped, memory stays flat, nothing locks up."""
+"""Bounds of rows and bytes: producers wait when the plane is full, nothing is dropped, and nothing deadlocks."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from understudy.errors import DataPlaneError, LeaseLost
 KILOBYTE = np.arange(256, dtype=np.float32)
 
 
-def test_producers_wait_at_the_row_bound_and_are_let_in_one_by_one(rig: Rig) -> None:
+def test_producers_wait_at_max_rows_and_are_admitted_one_by_one(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(3))
         late = [asyncio.create_task(plane.put("train", {f"z{i}_0_0": tokens(i)})) for i in range(2)]
@@ -29,7 +29,7 @@ def test_producers_wait_at_the_row_bound_and_are_let_in_one_by_one(rig: Rig) -> 
     rig.run(body, max_rows=3)
 
 
-def test_issuing_waits_and_an_issued_row_never_does(rig: Rig) -> None:
+def test_issue_waits_at_max_rows_but_puts_of_issued_rows_do_not(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(2), step=1)
         more = asyncio.create_task(plane.issue("train", ["z_0_0"], step=1))
@@ -48,8 +48,8 @@ def test_issuing_waits_and_an_issued_row_never_does(rig: Rig) -> None:
     rig.run(body, max_rows=2)
 
 
-def test_key_order_cannot_lock_up_behind_a_full_plane(rig: Rig) -> None:
-    """Large keys fill the plane first; the small key the batch needs was admitted when it was issued."""
+def test_a_claim_in_key_order_does_not_deadlock_when_the_plane_is_full(rig: Rig) -> None:
+    """Large keys fill the plane first, but the small key that the batch needs was admitted when it was issued."""
 
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(4), step=1)
@@ -64,7 +64,7 @@ def test_key_order_cannot_lock_up_behind_a_full_plane(rig: Rig) -> None:
     rig.run(body, max_rows=4)
 
 
-def test_a_bound_of_one_row_works(rig: Rig) -> None:
+def test_all_rows_pass_through_a_plane_with_max_rows_of_one(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         producers = [asyncio.create_task(put_all(plane, [key])) for key in keys(20)]
         trained = []
@@ -78,7 +78,7 @@ def test_a_bound_of_one_row_works(rig: Rig) -> None:
     rig.run(body, max_rows=1)
 
 
-def test_producers_wait_at_the_byte_bound(rig: Rig) -> None:
+def test_producers_wait_at_max_bytes(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(3), big=KILOBYTE)
         late = asyncio.create_task(plane.put("train", {"z_0_0": {"big": KILOBYTE}}))
@@ -90,7 +90,7 @@ def test_producers_wait_at_the_byte_bound(rig: Rig) -> None:
     rig.run(body, max_bytes=4096)
 
 
-def test_a_batch_larger_than_memory_is_made_by_way_of_the_disk(rig: Rig) -> None:
+def test_a_claim_larger_than_max_bytes_completes_by_spilling_columns_to_disk(rig: Rig) -> None:
     """The claim waits for 16 rows of a kilobyte in a plane of 4 kB: it lifts the byte bound, and columns spill."""
 
     async def body(plane: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_batch_larger_than_memory_is_made_by_way_of_the_disk(rig: Rig) -> None
     rig.run(body, max_bytes=4096)
 
 
-def test_memory_stays_flat_while_many_rows_pass(rig: Rig) -> None:
+def test_rows_and_bytes_stay_within_their_bounds_while_many_rows_pass(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(300)
         highest = {"rows": 0, "bytes": 0}
@@ -130,7 +130,7 @@ def test_memory_stays_flat_while_many_rows_pass(rig: Rig) -> None:
     rig.run(body, max_rows=20, max_bytes=16 * 1024)
 
 
-def test_a_producer_cancelled_in_line_leaves_it(rig: Rig) -> None:
+def test_a_producer_cancelled_while_waiting_leaves_the_queue(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(1))
         first = asyncio.create_task(plane.put("train", {"x_0_0": tokens(1)}))
@@ -145,7 +145,7 @@ def test_a_producer_cancelled_in_line_leaves_it(rig: Rig) -> None:
     rig.run(body, max_rows=1)
 
 
-def test_a_row_settled_while_its_writer_waited_is_refused(rig: Rig) -> None:
+def test_a_put_that_waited_until_its_row_was_trained_is_refused(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(1))
         twin = [asyncio.create_task(plane.put("train", {"x_0_0": tokens(i)})) for i in range(2)]
@@ -160,7 +160,7 @@ def test_a_row_settled_while_its_writer_waited_is_refused(rig: Rig) -> None:
     rig.run(body, max_rows=1)
 
 
-def test_large_columns_live_on_disk_and_come_back(rig: Rig) -> None:
+def test_large_columns_are_spilled_to_disk_and_read_back_also_after_reopening(rig: Rig) -> None:
     large = {"topk": np.random.default_rng(0).standard_normal((500, 64)).astype(np.float32)}
 
     async def write(plane: Any) -> None:
@@ -181,8 +181,8 @@ def test_large_columns_live_on_disk_and_come_back(rig: Rig) -> None:
     rig.run(read, spill_bytes=4096)
 
 
-def test_reserved_rows_enter_a_full_plane_past_whoever_waits(rig: Rig) -> None:
-    """A batch that lacks one row must not stand behind rows that wait for this batch to be trained."""
+def test_reserved_rows_are_admitted_before_waiting_producers(rig: Rig) -> None:
+    """A batch that lacks one row must not wait behind rows that themselves wait for this batch to be trained."""
 
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(2), step=1, reserved=True)

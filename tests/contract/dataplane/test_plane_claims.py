@@ -1,4 +1,4 @@
-"""Claims wait for what they name, in the order they name, and hand each row to one taker."""
+"""Claims wait for the rows and columns they name, return them in the requested order, and lease each row once."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ from understudy.dataplane.base import Count, GroupPolicy, Order, RowStatus
 from understudy.errors import DataPlaneError, LeaseLost
 
 
-def test_a_claim_waits_for_its_columns_and_wakes_without_polling(rig: Rig) -> None:
+def test_a_claim_waits_for_its_columns_and_wakes_when_they_are_written(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, ["a_0_0", "b_0_0"])
         claim = asyncio.create_task(plane.claim("train", 2, fields=("tokens", "score")))
@@ -38,7 +38,7 @@ def test_two_claims_never_get_the_same_row(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_arrival_order_is_first_complete_first_served_and_a_returned_row_keeps_its_place(rig: Rig) -> None:
+def test_arrival_order_is_order_of_completion_and_a_released_row_keeps_its_place(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for key in ("c_0_0", "a_0_0", "b_0_0"):
             await plane.put("train", {key: tokens(1)})
@@ -59,8 +59,8 @@ def test_key_order_waits_for_the_smallest_outstanding_key(rig: Rig) -> None:
         for key in reversed(names[1:]):
             await plane.put("train", {key: tokens(1)})
         claim = asyncio.create_task(plane.claim("train", 4, order=Order.KEY))
-        assert await is_waiting(claim), "p_0_0 is outstanding, so no batch may be made without it"
-        assert (await plane.claim("train", 1)).meta.keys == ("p_11_0",), "arrival order does not wait"
+        assert await is_waiting(claim), "p_0_0 is outstanding, so the claim must wait for it"
+        assert (await plane.claim("train", 1)).meta.keys == ("p_11_0",), "arrival order must not wait"
         await plane.put("train", {"p_0_0": tokens(1)})
         assert (await claim).meta.keys == ("p_0_0", "p_1_0", "p_2_0", "p_3_0")
         assert (await plane.claim("train", 7, order=Order.KEY)).meta.keys == tuple(
@@ -70,7 +70,7 @@ def test_key_order_waits_for_the_smallest_outstanding_key(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_key_order_goes_on_when_the_smallest_key_dies(rig: Rig) -> None:
+def test_a_claim_in_key_order_continues_when_the_smallest_key_becomes_a_dead_letter(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(4), step=1)
         for key in keys(4)[1:]:
@@ -83,7 +83,7 @@ def test_key_order_goes_on_when_the_smallest_key_dies(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_key_order_gives_a_small_claim_what_was_too_little_for_a_large_one(rig: Rig) -> None:
+def test_key_order_serves_a_smaller_claim_after_larger_ones_timed_out(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(5)
         await plane.issue("train", names, step=1)
@@ -100,8 +100,8 @@ def test_key_order_gives_a_small_claim_what_was_too_little_for_a_large_one(rig: 
     rig.run(body)
 
 
-def test_key_order_does_not_pass_a_group_that_may_still_fit(rig: Rig) -> None:
-    """Otherwise it would depend on timing who is trained together: the group may lose a session before it is ready."""
+def test_key_order_does_not_skip_an_incomplete_group_that_may_still_fit(rig: Rig) -> None:
+    """The group may lose a session and then fit. If it were skipped, the batch would depend on timing."""
 
     async def body(plane: Any) -> None:
         await plane.issue("train", ["a_0_0"], step=1)
@@ -117,19 +117,19 @@ def test_key_order_does_not_pass_a_group_that_may_still_fit(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_key_order_looks_again_when_smaller_keys_arrive(rig: Rig) -> None:
+def test_a_waiting_claim_in_key_order_takes_smaller_keys_that_arrive_later(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", ["e_0_0"], step=1)
         await put_all(plane, ["f_0_0", "g_0_0"])
         claim = asyncio.create_task(plane.claim("train", 2, order=Order.KEY))
-        assert await is_waiting(claim), "stopped at e, which is outstanding"
+        assert await is_waiting(claim), "the claim must wait for e, which is outstanding"
         await put_all(plane, ["a_0_0", "b_0_0"])
         assert (await asyncio.wait_for(claim, 1)).meta.keys == ("a_0_0", "b_0_0")
 
     rig.run(body)
 
 
-def test_where_chooses_by_tags(rig: Rig) -> None:
+def test_where_selects_rows_by_tags(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for i, source in enumerate(("math", "code", "math", "chat")):
             await plane.put("train", {keys(4)[i]: tokens(i)}, tags={keys(4)[i]: {"source": source}})
@@ -142,7 +142,7 @@ def test_where_chooses_by_tags(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_without_finds_rows_that_still_lack_a_column(rig: Rig) -> None:
+def test_without_selects_rows_that_lack_a_column(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(2))
         await plane.put("train", {keys(2)[0]: {"score": 1.0}})
@@ -155,7 +155,7 @@ def test_without_finds_rows_that_still_lack_a_column(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_at_least_and_timeout(rig: Rig) -> None:
+def test_a_claim_respects_at_least_and_timeout_and_refuses_invalid_values(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(3))
         assert len((await plane.claim("train", 8, at_least=2)).meta) == 3
@@ -172,7 +172,7 @@ def test_at_least_and_timeout(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_waiting_claims_are_served_in_order_so_a_large_one_is_not_starved(rig: Rig) -> None:
+def test_waiting_claims_are_served_in_order_so_that_a_large_one_is_not_starved(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         large = asyncio.create_task(plane.claim("train", 4))
         await asyncio.sleep(0)
@@ -206,7 +206,7 @@ def test_a_claim_cancelled_at_any_moment_loses_no_row(rig: Rig, turns: int) -> N
     rig.run(body)
 
 
-def test_a_claim_that_timed_out_does_not_stand_in_the_way(rig: Rig) -> None:
+def test_a_claim_that_timed_out_does_not_block_later_claims(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         with pytest.raises(TimeoutError):
             await plane.claim("train", 5, timeout=0.01)
@@ -218,7 +218,7 @@ def test_a_claim_that_timed_out_does_not_stand_in_the_way(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_groups_are_claimed_whole(rig: Rig) -> None:
+def test_a_group_is_claimed_as_a_whole_once_it_is_complete(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(3, sessions=4)
         await plane.issue("train", names, step=1, group=GroupPolicy.TRAIN_REST)
@@ -236,7 +236,7 @@ def test_groups_are_claimed_whole(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_a_claim_that_cannot_hold_the_next_group_is_as_full_as_it_can_be(rig: Rig) -> None:
+def test_a_claim_takes_only_whole_groups_and_is_refused_if_the_first_does_not_fit(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(2, sessions=3)
         await plane.issue("train", names, step=1, group=GroupPolicy.TRAIN_REST)
@@ -251,7 +251,7 @@ def test_a_claim_that_cannot_hold_the_next_group_is_as_full_as_it_can_be(rig: Ri
     rig.run(body)
 
 
-def test_producers_claim_pending_rows_and_late_writers_are_refused(rig: Rig) -> None:
+def test_a_pending_row_is_written_only_under_the_current_producers_lease(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(2), step=1)
         first = await plane.claim("train", 1, status=RowStatus.PENDING, lease_seconds=5)
@@ -275,7 +275,7 @@ def test_producers_claim_pending_rows_and_late_writers_are_refused(rig: Rig) -> 
     rig.run(body)
 
 
-def test_a_failed_row_holds_its_place_until_it_is_retried_or_buried(rig: Rig) -> None:
+def test_a_failed_row_keeps_its_place_in_key_order_until_it_is_retried(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(2), step=1)
         await plane.put("train", {keys(2)[0]: {}}, status=RowStatus.FAILED)
@@ -289,7 +289,7 @@ def test_a_failed_row_holds_its_place_until_it_is_retried_or_buried(rig: Rig) ->
     rig.run(body)
 
 
-def test_wait_returns_at_the_first_depth_that_pleases(rig: Rig) -> None:
+def test_wait_returns_at_the_first_depth_that_meets_its_condition(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(3), step=1)
         quiet = asyncio.create_task(plane.wait("train", lambda depth: depth.pending == 0))
@@ -307,7 +307,7 @@ def test_wait_returns_at_the_first_depth_that_pleases(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_closing_tells_whoever_waits(rig: Rig) -> None:
+def test_close_ends_waiting_claims_waits_and_producers_with_an_error(rig: Rig) -> None:
     async def body() -> None:
         plane = rig.open(max_rows=1)
         await plane.issue("train", ["a_0_0"], step=1)
@@ -329,7 +329,7 @@ def test_closing_tells_whoever_waits(rig: Rig) -> None:
 
 
 def test_a_claim_for_a_step_sees_only_the_rows_of_that_step(rig: Rig) -> None:
-    """After a resume that kept rows, several steps' rows lie side by side, some of them unfinished."""
+    """After a resume that kept rows, the plane holds rows of several steps, some of them unfinished."""
 
     async def body(plane: Any) -> None:
         for step in (3, 4, 5):
@@ -339,7 +339,9 @@ def test_a_claim_for_a_step_sees_only_the_rows_of_that_step(rig: Rig) -> None:
         depth = await plane.depth("train", step=4)
         assert (depth.pending, depth.finished, depth.ready, depth.rows) == (1, 1, 1, 2)
         later = await plane.claim("train", 2, step=5, order=Order.KEY)
-        assert later.meta.keys == tuple(keys(2, start=50)), "pending rows of other steps do not hold it up"
+        assert later.meta.keys == tuple(keys(2, start=50)), (
+            "pending rows of other steps must not delay the claim"
+        )
         middle = asyncio.create_task(plane.claim("train", 2, step=4, order=Order.KEY))
         assert await is_waiting(middle)
         await put_all(plane, keys(2, start=40)[1:])
@@ -349,8 +351,8 @@ def test_a_claim_for_a_step_sees_only_the_rows_of_that_step(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_many_kinds_of_claims_stay_right(rig: Rig) -> None:
-    """More kinds than are kept indexed: forgotten ones are built again."""
+def test_claims_stay_correct_with_more_filters_than_indexes_are_kept(rig: Rig) -> None:
+    """Indexes that were dropped are rebuilt."""
 
     async def body(plane: Any) -> None:
         for step in range(30):

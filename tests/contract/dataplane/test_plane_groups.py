@@ -1,4 +1,4 @@
-"""The sessions of a prompt: what one failure does to the others, and groups that teach nothing."""
+"""Groups, the sessions of one prompt: group policies after a failure, and filters of groups without signal."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from understudy.dataplane.ledger import audit
 from understudy.errors import LeaseLost
 
 
-def test_train_rest_makes_the_group_claimable_without_its_dead(rig: Rig) -> None:
+def test_train_rest_makes_a_group_claimable_without_its_dead_session(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(1, sessions=3)
         await plane.issue("train", names, step=1, group=GroupPolicy.TRAIN_REST)
@@ -29,7 +29,7 @@ def test_train_rest_makes_the_group_claimable_without_its_dead(rig: Rig) -> None
     )
 
 
-def test_drop_group_takes_the_others_out_and_refuses_their_late_rollouts(rig: Rig) -> None:
+def test_drop_group_evicts_the_other_sessions_and_refuses_their_late_rollouts(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         names = keys(2, sessions=3)
         await plane.issue("train", names, step=1, group=GroupPolicy.DROP_GROUP)
@@ -44,7 +44,7 @@ def test_drop_group_takes_the_others_out_and_refuses_their_late_rollouts(rig: Ri
     assert report.balanced and (report.dead, report.evicted, report.in_flight) == (1, 2, 3)
 
 
-def test_groups_survive_reopening(rig: Rig) -> None:
+def test_groups_and_their_policy_survive_reopening_the_plane(rig: Rig) -> None:
     names = keys(2, sessions=2)
 
     async def first(plane: Any) -> None:
@@ -60,25 +60,25 @@ def test_groups_survive_reopening(rig: Rig) -> None:
     rig.run(second)
 
 
-def test_groups_without_signal_are_filtered_and_refilled(rig: Rig) -> None:
-    """Rewards may come as tags of the row or later; the group is looked at when the last one is there."""
+def test_groups_without_signal_are_evicted_and_make_room_for_others(rig: Rig) -> None:
+    """Rewards may come with the row or later; the filter looks at the group when its last reward is there."""
 
     async def body(plane: Any) -> None:
         plane.filter_groups("train", GroupFilter(no_signal))
-        dull, bright, late = (keys(1, sessions=2, start=start) for start in range(3))
+        uniform, mixed, late = (keys(1, sessions=2, start=start) for start in range(3))
         refill = asyncio.create_task(plane.issue("train", keys(1, sessions=2, start=3), step=1))
-        for names, rewards in ((dull, (1.0, 1.0)), (bright, (0.0, 1.0))):
+        for names, rewards in ((uniform, (1.0, 1.0)), (mixed, (0.0, 1.0))):
             await plane.issue("train", names, step=1, group=GroupPolicy.TRAIN_REST)
             for key, reward in zip(names, rewards, strict=True):
                 await plane.put("train", {key: tokens(1)}, tags={key: {"reward": reward}})
         await refill
-        assert set(await plane.list("train")) == {*bright, *keys(1, sessions=2, start=3)}
+        assert set(await plane.list("train")) == {*mixed, *keys(1, sessions=2, start=3)}
         await plane.issue("train", late, step=1, group=GroupPolicy.TRAIN_REST)
         await put_all(plane, late)
         await plane.put_tags("train", {key: {"reward": 0.0} for key in late})
         assert not set(late) & set(await plane.list("train"))
         with pytest.raises(LeaseLost):
-            await plane.put("train", {dull[0]: {"score": 1.0}})
+            await plane.put("train", {uniform[0]: {"score": 1.0}})
 
     rig.run(body, max_rows=6)
     report = audit(rig.folder)
@@ -99,7 +99,7 @@ def test_a_dead_session_can_complete_a_group_for_the_filter(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_a_waiting_claim_sees_a_filtered_group_go(rig: Rig) -> None:
+def test_a_waiting_claim_in_key_order_skips_a_group_evicted_by_the_filter(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         plane.filter_groups("train", GroupFilter(no_signal))
         names = keys(2, sessions=2)
@@ -107,7 +107,9 @@ def test_a_waiting_claim_sees_a_filtered_group_go(rig: Rig) -> None:
         claim = asyncio.create_task(plane.claim("train", 2, order=Order.KEY))
         for key in names[:2]:
             await plane.put("train", {key: tokens(1)}, tags={key: {"reward": 1.0}})
-        assert await is_waiting(claim), "the smaller group was evicted; the next is not there yet"
+        assert await is_waiting(claim), (
+            "the smaller group was evicted and the next one is not complete, so the claim must wait"
+        )
         for key, reward in zip(names[2:], (0.0, 1.0), strict=True):
             await plane.put("train", {key: tokens(1)}, tags={key: {"reward": reward}})
         assert (await claim).meta.keys == tuple(names[2:])
@@ -115,7 +117,7 @@ def test_a_waiting_claim_sees_a_filtered_group_go(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_dead_letters_are_lines_of_json_with_reason_and_evidence(rig: Rig) -> None:
+def test_dead_letters_are_json_lines_with_reason_and_evidence_and_are_rewritten_if_torn(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(2), step=4)
         await plane.dead_letter(

@@ -1,4 +1,4 @@
-"""A lease is a right with an end: after it, rows go to others and its holder is refused."""
+"""Leases expire: afterwards their rows can be claimed again, and calls with the old lease are refused."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from plane_rig import Rig, is_waiting, keys, put_all, tokens
 from understudy.errors import DataPlaneError, LeaseLost
 
 
-def test_an_expired_lease_gives_its_rows_back_and_its_ack_is_refused(rig: Rig) -> None:
+def test_rows_of_an_expired_lease_become_claimable_and_its_ack_is_refused(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(2))
         lost = await plane.claim("train", 2, lease_seconds=10)
@@ -30,7 +30,7 @@ def test_an_expired_lease_gives_its_rows_back_and_its_ack_is_refused(rig: Rig) -
     rig.run(body)
 
 
-def test_a_waiting_claim_is_woken_by_an_expiry(rig: Rig) -> None:
+def test_a_waiting_claim_wakes_when_a_lease_expires(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(1))
         await plane.claim("train", 1, lease_seconds=0.05)
@@ -42,7 +42,7 @@ def test_a_waiting_claim_is_woken_by_an_expiry(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_renewing_moves_the_end_and_no_end_is_possible(rig: Rig) -> None:
+def test_renew_extends_a_lease_and_a_lease_may_be_endless(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, keys(2))
         lease = await plane.claim("train", 1, lease_seconds=10)
@@ -77,7 +77,7 @@ def test_part_of_a_lease_can_be_acked_or_released(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_a_lease_does_not_outlive_the_process_that_gave_it(rig: Rig) -> None:
+def test_a_lease_is_void_after_reopening_or_rewinding_although_its_number_is_reused(rig: Rig) -> None:
     async def first(plane: Any) -> Any:
         await put_all(plane, keys(2))
         return await plane.claim("train", 2, lease_seconds=None)
@@ -87,7 +87,7 @@ def test_a_lease_does_not_outlive_the_process_that_gave_it(rig: Rig) -> None:
     async def second(plane: Any) -> None:
         assert (await plane.depth("train")).ready == 2
         own = await plane.claim("train", 1)
-        assert own.id == lease.id, "the case that matters: the same number in another life"
+        assert own.id == lease.id, "the reopened plane must reuse the lease's number, or this tests nothing"
         with pytest.raises(LeaseLost, match="reopened or rewound"):
             await plane.ack(lease, 1)
         with pytest.raises(LeaseLost, match="reopened or rewound"):
@@ -111,7 +111,7 @@ def test_a_producers_lease_cannot_be_acked(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_rows_taken_out_from_under_a_lease_void_it(rig: Rig) -> None:
+def test_evicting_or_clearing_leased_rows_voids_the_lease_for_them(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         a, b = keys(2)
         await put_all(plane, [a, b])

@@ -1,4 +1,4 @@
-"""What only a plane on TransferQueue has: remote readers, TransferQueue's own names, and a queue that can be lost."""
+"""The data plane on TransferQueue: remote readers, TransferQueue's own calls, and a queue that is lost."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from understudy.types.batch import BatchMeta
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("queue")]
 BITS = np.arange(1200, dtype=np.uint16).reshape(300, 4) ^ 0x7FC0
-"""bfloat16 as its bits, a NaN among them."""
+"""bfloat16 values as bits, including a NaN."""
 
 
 def open_plane(folder: Path) -> Any:
@@ -40,7 +40,7 @@ def run(folder: Path, body: Any) -> Any:
 
 
 def row(number: int) -> dict[str, Any]:
-    """One row as long as its number."""
+    """A row whose lengths depend on its number."""
     return {
         "topk": BITS[: 100 + number],
         "tokens": np.arange(200 + number, dtype=np.int32),
@@ -48,7 +48,7 @@ def row(number: int) -> dict[str, Any]:
     }
 
 
-def test_another_process_reads_rows_and_none_of_their_bytes_pass_here(tmp_path: Path) -> None:
+def test_another_process_reads_rows_without_their_bytes_passing_through_the_plane(tmp_path: Path) -> None:
     names = keys(6)
 
     def ask(meta: BatchMeta, address: str) -> dict[str, Any]:
@@ -72,20 +72,22 @@ def test_another_process_reads_rows_and_none_of_their_bytes_pass_here(tmp_path: 
         lease = await plane.claim("train", 6, fields=("topk",), order=Order.KEY)
         sent = plane.uploads.bytes_put
         meta = await plane.hand_over(lease.meta, ("topk", "reward"))
-        assert plane.uploads.bytes_put == sent, "everything was in the queue already"
+        assert plane.uploads.bytes_put == sent, "everything must already be in the queue"
         got = await asyncio.to_thread(ask, meta, plane.uploads.link.address.dump())
         assert got["rows"] == [BITS[: 100 + number].tolist() for number in range(6)]
         assert got["reward"] == [number / 3 for number in range(6)] and got["dtype"] == "torch.uint16"
         assert got["bytes"] == sum(BITS[: 100 + number].nbytes for number in range(6)) and not got["ray"]
-        assert plane.uploads.bytes_got == 0, "the plane's own process fetched nothing"
+        assert plane.uploads.bytes_got == 0, "the plane's own process must fetch nothing"
         await plane.ack(lease, 1)
         await plane.uploads.drain()
-        assert await plane.uploads.link.get("train", names, ("topk",)) is None, "acked rows leave the queue"
+        assert await plane.uploads.link.get("train", names, ("topk",)) is None, (
+            "acknowledged rows must leave the queue"
+        )
 
     run(tmp_path, body)
 
 
-def test_rows_of_an_earlier_life_are_handed_over_from_the_run_directory(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_launch_are_uploaded_from_the_run_directory_on_hand_over(tmp_path: Path) -> None:
     async def write(plane: Any) -> None:
         await plane.put("train", {name: row(number) for number, name in enumerate(keys(2))})
 
@@ -100,7 +102,7 @@ def test_rows_of_an_earlier_life_are_handed_over_from_the_run_directory(tmp_path
     run(tmp_path, read)
 
 
-def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) -> None:
+def test_transfer_queues_own_calls_and_metas_work_on_the_planes_rows(tmp_path: Path) -> None:
     import transfer_queue
 
     @bridged("tokens")
@@ -149,7 +151,7 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
     run(tmp_path, body)
 
 
-def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: Path) -> None:
+def test_a_lost_queue_loses_no_rows_and_failed_uploads_are_never_read(tmp_path: Path) -> None:
     from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
     from understudy.dataplane.transfer_queue.uploads import QueueUploads
 
@@ -176,8 +178,8 @@ def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: 
     run(tmp_path, body)
 
 
-def test_concurrent_writers_of_one_cell_leave_queue_and_disk_agreed(tmp_path: Path) -> None:
-    """Some are refused after their upload arrived: what they left in the queue is not read."""
+def test_concurrent_writers_of_one_cell_leave_the_same_value_in_queue_and_disk(tmp_path: Path) -> None:
+    """Some writers are refused after their upload arrived; what they left in the queue must not be read."""
 
     async def body(plane: Any) -> None:
         await plane.issue("train", keys(3), step=1)
@@ -210,8 +212,8 @@ def test_concurrent_writers_of_one_cell_leave_queue_and_disk_agreed(tmp_path: Pa
     run(tmp_path, body)
 
 
-def test_torchs_threads_are_left_alone(tmp_path: Path) -> None:
-    """A deterministic run counts on the number of threads it set, and TransferQueue's own client resets it."""
+def test_the_queue_does_not_change_torchs_number_of_threads(tmp_path: Path) -> None:
+    """A deterministic run relies on the number of threads it set, and TransferQueue's own client resets it."""
     before = torch.get_num_threads()
     seen = set()
 

@@ -1,4 +1,4 @@
-"""Any order of calls, against the model: hypothesis looks for one that the plane gets wrong."""
+"""Random sequences of calls: hypothesis compares the data plane with the simple model of `plane_model.py`."""
 
 import asyncio
 import shutil
@@ -30,7 +30,7 @@ class PlaneMachine(RuleBasedStateMachine):
 
     @initialize(tight=st.booleans())
     def start(self, tight: bool) -> None:
-        """In a tight plane most columns are spilled; rows are issued first there, since others would wait for room."""
+        """With `tight`, most columns are spilled, and rows are issued first: unissued ones would wait for room."""
         self.tight = tight
         self.folder = Path(tempfile.mkdtemp(prefix="plane-machine-"))
         self.open_plane = IMPLEMENTATIONS[self.implementation]

@@ -1,4 +1,4 @@
-"""Rows that remote processes write: the plane is told where they lie, and what is not announced does not count."""
+"""Rows written by remote processes: the plane adopts them by location, and rows that are not announced do not count."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def row(number: int) -> dict[str, Any]:
 
 
 class Site:
-    """A plane, and a writer as a worker has it."""
+    """A plane, and the writer of a worker."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         from understudy.dataplane.transfer_queue.writer import RowWriter
@@ -64,7 +64,7 @@ def segments(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "spill").glob("*.seg"))
 
 
-def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_plane(tmp_path: Path) -> None:
+def test_adopted_rows_are_claimed_and_trained_without_bytes_passing_through_the_plane(tmp_path: Path) -> None:
     keys = [f"p{number}_0_0" for number in range(4)]
 
     async def body(site: Site) -> None:
@@ -78,7 +78,7 @@ def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_
         lease = await plane.claim("train", 4, fields=("topk",), order=Order.KEY)
         assert [tags["n"] for tags in lease.meta.tags] == [0, 1, 2, 3]
         await plane.hand_over(lease.meta, ("tokens", "topk"))
-        assert plane.uploads.bytes_put == 0, "everything was in the queue already"
+        assert plane.uploads.bytes_put == 0, "everything must already be in the queue"
         from_disk = await super(type(plane), plane).get(lease.meta, ("tokens", "topk", "reward"))
         assert plane.uploads.bytes_got == 0
         found = await plane.get(lease.meta)
@@ -91,24 +91,24 @@ def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_
         await plane.ack(lease, 1)
         await plane.settle(1)
         await plane.uploads.drain()
-        assert await plane.uploads.keys("train") == [], "trained rows leave the queue"
+        assert await plane.uploads.keys("train") == [], "trained rows must leave the queue"
         assert (await plane.depth("train")).resident_bytes == 0
         await plane.settle(1)
-        assert segments(tmp_path) == 0, "and the run directory"
+        assert segments(tmp_path) == 0, "trained rows must leave the run directory"
         with pytest.raises(LeaseLost):
             await plane.adopt("train", {keys[0]: await site.write(keys[0], row(0))})
         await plane.uploads.drain()
-        assert await plane.uploads.keys("train") == [], "a copy that was refused goes at once"
+        assert await plane.uploads.keys("train") == [], "a refused copy must leave the queue at once"
 
     run(tmp_path, body)
     report = audit(tmp_path)
     assert report.balanced and report.trained == 4
 
 
-def test_a_later_life_reads_them_from_the_run_directory(tmp_path: Path) -> None:
+def test_rows_of_remote_writers_are_read_from_the_run_directory_after_reopening(tmp_path: Path) -> None:
     async def write(site: Site) -> None:
         await site.plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(5))})
-        await site.write("b_0_0", row(6))  # its writer died before it told
+        await site.write("b_0_0", row(6))  # its writer died before it announced the row
 
     async def read(site: Site) -> None:
         found = await site.plane.get(BatchMeta("train", ("a_0_0",)), ("tokens", "topk", "reward"))
@@ -122,7 +122,7 @@ def test_a_later_life_reads_them_from_the_run_directory(tmp_path: Path) -> None:
     run(tmp_path, read)
 
 
-def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> None:
+def test_rows_that_a_dead_writer_did_not_announce_are_ignored_and_cleared(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         plane = site.plane
         await plane.issue("train", ["a_0_0", "b_0_0"], step=1)
@@ -131,18 +131,18 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
         await site.write("b_0_1", row(1))  # another output of the same session
         plane.writer_segments.end(1)
         depth = await plane.depth("train", fields=("tokens",))
-        assert depth.pending == 2 and depth.ready == 0, "they were not announced"
+        assert depth.pending == 2 and depth.ready == 0, "rows that were not announced must not count"
         await plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(2), worker=2)})
         found = await plane.get(BatchMeta("train", ("a_0_0",)), ("topk",))
         assert found["topk"].values.unique().tolist() == [2.0]
-        assert await plane.clear_orphans() == 0, "b is still being made"
+        assert await plane.clear_orphans() == 0, "b is still being produced, so nothing may be cleared"
         await plane.dead_letter("train", "b_0_0", "its worker died too often")
         await plane.uploads.drain()
         assert await plane.clear_orphans() == 2
         await plane.uploads.drain()
         left = await plane.uploads.keys("train")
         assert [row_of(name) for name in left] == ["a_0_0"] * 2 and len(set(left)) == 2, (
-            "a's own, and the dead one's"
+            "both copies of a must be left, its own and the dead writer's"
         )
         await plane.ack(await plane.claim("train", 1), 1)
         await plane.settle(1)
@@ -156,8 +156,8 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
     run(tmp_path, body)
 
 
-def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp_path: Path) -> None:
-    """Stopped between run directory and queue; its row is made again with other tokens and announced; then it goes on."""
+def test_a_late_write_of_a_writer_presumed_dead_does_not_change_its_row(tmp_path: Path) -> None:
+    """It is frozen after writing to the run directory and resumed after another writer has announced the row."""
 
     async def body(site: Site) -> None:
         plane, link = site.plane, site.plane.uploads.link
@@ -178,7 +178,9 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         again = {"tokens": np.full(300, 2, np.int32), "reward": 2.0}
         await plane.adopt("train", {"a_0_0": await site.write("a_0_0", again, worker=2)})
         os.kill(late.pid, signal.SIGCONT)
-        assert json.loads(await late.stdout.readline())["queued"] == ["tokens", "reward"], "it did write"
+        assert json.loads(await late.stdout.readline())["queued"] == ["tokens", "reward"], (
+            "the late writer must have written to the queue"
+        )
         await late.wait()
         lease = await plane.claim("train", 1)
         meta = await plane.hand_over(lease.meta, ("tokens", "reward"))
@@ -195,18 +197,22 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         reader.close()
         assert [copy["tokens"].values.unique().tolist() for copy in copies] == [[2]] * 4
         assert copies[2]["reward"] == [2.0]
-        assert len(await plane.uploads.keys("train")) == 2, "the late copy lies beside it"
+        assert len(await plane.uploads.keys("train")) == 2, (
+            "the late copy must be stored beside the valid one"
+        )
         await plane.ack(lease, 1)
         await plane.settle(1)
         await plane.uploads.drain()
-        assert await plane.uploads.keys("train") == [], "what it left goes with the row"
+        assert await plane.uploads.keys("train") == [], "the late copy must leave the queue with its row"
 
     run(tmp_path, body)
     report = audit(tmp_path)
     assert report.balanced and report.trained == 1
 
 
-def test_rows_of_several_writers_are_named_for_others_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_columns_of_one_row_by_several_writers_are_named_separately_for_transfer_queue(
+    tmp_path: Path,
+) -> None:
     async def body(site: Site) -> None:
         plane = site.plane
         await plane.issue("train", ["a_0_0"], step=1)
@@ -226,7 +232,7 @@ def test_rows_of_several_writers_are_named_for_others_one_writer_at_a_time(tmp_p
     run(tmp_path, body)
 
 
-def test_a_write_that_is_cancelled_leaves_nothing_in_the_queue(tmp_path: Path) -> None:
+def test_a_cancelled_write_leaves_nothing_in_the_queue(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         for pause in (0.0, 0.001, 0.003, 0.01):
             work = asyncio.create_task(site.write("a_0_0", row(1)))
@@ -251,7 +257,7 @@ def test_rows_beyond_the_queues_memory_are_read_from_the_run_directory(tmp_path:
             await plane.adopt("train", {key: await site.write(key, row(number))})
         await plane.uploads.drain()
         held = await plane.uploads.keys("train")
-        assert 0 < len(held) < 6, "some had to leave the queue"
+        assert 0 < len(held) < 6, "some rows must have left the queue"
         assert (await plane.depth("train")).resident_bytes <= 8000
         found = await plane.get(BatchMeta("train", keys), ("topk",))
         assert [rows.numpy()[0, 0] for rows in found["topk"]] == list(range(6))
@@ -259,7 +265,7 @@ def test_rows_beyond_the_queues_memory_are_read_from_the_run_directory(tmp_path:
     run(tmp_path, body, max_bytes=8000)
 
 
-def test_a_writer_without_a_queue_still_writes(tmp_path: Path) -> None:
+def test_a_writer_that_lost_its_queue_still_writes_to_the_run_directory(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         site.writer._uploads.give_up("gone")
         written = await site.write("a_0_0", row(3))

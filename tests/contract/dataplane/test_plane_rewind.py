@@ -1,4 +1,4 @@
-"""Back to a checkpoint: what was trained since is not, what was issued since is kept or forgotten, nothing is lost."""
+"""Rewinding to a checkpoint: rows trained since are untrained again, rows issued since are kept or dropped."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ BATCH = 4
 
 
 async def train(plane: Any, step: int) -> list[str]:
-    """One step as the trainer takes it: issue, make, claim, ack."""
+    """One step of the trainer: issue, produce, claim, ack."""
     names = keys(BATCH, start=step * 100)
     new = await plane.issue("train", names, step=step)
     await put_all(plane, [key for key in names if key in new], made_at=step)
@@ -26,7 +26,7 @@ async def train(plane: Any, step: int) -> list[str]:
 
 @pytest.mark.parametrize("keep_rows", [False, True])
 @pytest.mark.parametrize("retain", list(Retain))
-def test_a_run_that_went_back_trains_every_row_once(rig: Rig, keep_rows: bool, retain: Retain) -> None:
+def test_a_rewound_run_trains_every_row_exactly_once(rig: Rig, keep_rows: bool, retain: Retain) -> None:
     async def before(plane: Any) -> None:
         for step in range(1, 5):
             await train(plane, step)
@@ -66,7 +66,7 @@ def test_a_run_that_went_back_trains_every_row_once(rig: Rig, keep_rows: bool, r
     assert trained == [(step, key) for step in range(1, 6) for key in keys(BATCH, start=step * 100)]
 
 
-def test_rolled_out_rows_keep_their_rollout_and_only_scoring_is_left(rig: Rig) -> None:
+def test_a_rewind_with_keep_rows_keeps_rollouts_that_are_not_scored_yet(rig: Rig) -> None:
     async def before(plane: Any) -> None:
         await plane.issue("train", keys(2), step=1)
         await put_all(plane, keys(2))
@@ -82,7 +82,7 @@ def test_rolled_out_rows_keep_their_rollout_and_only_scoring_is_left(rig: Rig) -
     rig.run(after)
 
 
-def test_rewind_on_a_living_plane_voids_leases_and_is_idempotent(rig: Rig) -> None:
+def test_rewind_of_an_open_plane_voids_leases_and_is_idempotent(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await train(plane, 1)
         await train(plane, 2)
@@ -102,7 +102,7 @@ def test_rewind_on_a_living_plane_voids_leases_and_is_idempotent(rig: Rig) -> No
     assert audit(rig.folder).balanced and audit(rig.folder).trained == BATCH
 
 
-def test_dead_letters_of_forgotten_steps_are_forgotten_and_others_stay(rig: Rig) -> None:
+def test_rewind_removes_dead_letters_of_later_steps_and_keeps_earlier_ones(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for step in (1, 2):
             await plane.issue("train", keys(3, start=step * 100), step=step)
@@ -123,14 +123,14 @@ def test_dead_letters_of_forgotten_steps_are_forgotten_and_others_stay(rig: Rig)
     ] == [1, 1]
 
 
-def test_settling_frees_the_journal_and_forbids_going_back_further(rig: Rig) -> None:
+def test_a_rewind_to_before_the_settled_step_is_refused(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for step in range(1, 5):
             await train(plane, step)
         await plane.settle(3)
         with pytest.raises(DataPlaneError, match=r"cannot rewind to step 2.*resume from step 3"):
             await plane.rewind(2, keep_rows=True)
-        assert (await plane.depth("train")).rows == 0, "a refused rewind changes nothing"
+        assert (await plane.depth("train")).rows == 0, "a refused rewind must change nothing"
         await plane.rewind(3, keep_rows=True)
         assert (await plane.depth("train")).finished == BATCH
         assert await train(plane, 4) == keys(BATCH, start=400)
@@ -141,7 +141,7 @@ def test_settling_frees_the_journal_and_forbids_going_back_further(rig: Rig) -> 
     assert report.balanced and report.trained == 4 * BATCH
 
 
-def test_spilled_columns_come_back_with_a_rewind_and_their_files_go_with_settle(rig: Rig) -> None:
+def test_rewind_restores_spilled_columns_and_settle_deletes_their_files(rig: Rig) -> None:
     big = np.arange(20_000, dtype=np.float32)
 
     async def body(plane: Any) -> None:
@@ -162,7 +162,7 @@ def test_spilled_columns_come_back_with_a_rewind_and_their_files_go_with_settle(
     assert list((rig.folder / "spill").glob("*.seg")) == []
 
 
-def test_memory_bounds_hold_when_a_rewind_brings_back_more_than_fits(rig: Rig) -> None:
+def test_max_bytes_holds_when_a_rewind_restores_more_than_fits(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for step in range(1, 11):
             await plane.put(

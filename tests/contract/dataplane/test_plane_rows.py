@@ -1,4 +1,4 @@
-"""Rows go in by key and column, and come out the same: now, later, and after the process was replaced."""
+"""Rows are written by key and column and read back unchanged, also after the plane is reopened."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ async def check_round_trip(plane: Any, names: list[str]) -> None:
     assert all(math.isnan(cell) for cell in columns["loss"])
 
 
-def test_every_kind_of_cell_comes_back_to_the_bit_also_after_reopening(rig: Rig) -> None:
+def test_every_kind_of_cell_is_read_back_to_the_bit_also_after_reopening(rig: Rig) -> None:
     names = keys(3)
 
     async def write(plane: Any) -> None:
@@ -65,7 +65,7 @@ def test_every_kind_of_cell_comes_back_to_the_bit_also_after_reopening(rig: Rig)
     rig.run(read)
 
 
-def test_columns_arrive_at_different_times_and_the_last_write_wins(rig: Rig) -> None:
+def test_columns_may_be_written_at_different_times_and_the_last_write_wins(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": tokens(1, 2), "b_0_0": tokens(3)})
         await plane.put("train", {"b_0_0": {"score": 1.5}})
@@ -89,7 +89,7 @@ def test_columns_arrive_at_different_times_and_the_last_write_wins(rig: Rig) -> 
     rig.run(read)
 
 
-def test_what_the_caller_does_to_an_array_after_put_does_not_matter(rig: Rig) -> None:
+def test_changing_an_array_after_put_does_not_change_the_row(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         array, nested = np.array([1, 2, 3], np.int32), {"list": [1]}
         await plane.put("train", {"a_0_0": {"x": array, "y": nested}})
@@ -113,7 +113,9 @@ def test_what_the_caller_does_to_an_array_after_put_does_not_matter(rig: Rig) ->
         (object(), "JSON"),
     ],
 )
-def test_other_cells_are_refused_by_name_and_nothing_is_written(rig: Rig, cell: Any, word: str) -> None:
+def test_cells_of_unsupported_types_are_refused_by_name_and_nothing_is_written(
+    rig: Rig, cell: Any, word: str
+) -> None:
     async def body(plane: Any) -> None:
         with pytest.raises(DataPlaneError, match=word) as caught:
             await plane.put("train", {"a_0_0": tokens(1), "b_0_0": {"bad": cell}})
@@ -126,7 +128,7 @@ def test_other_cells_are_refused_by_name_and_nothing_is_written(rig: Rig, cell: 
     rig.run(body)
 
 
-def test_a_missing_column_a_missing_row_and_a_changed_width_are_named(rig: Rig) -> None:
+def test_get_names_a_missing_column_a_missing_row_and_different_widths(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.put(
             "train",
@@ -142,7 +144,7 @@ def test_a_missing_column_a_missing_row_and_a_changed_width_are_named(rig: Rig) 
     rig.run(body)
 
 
-def test_tags_merge_show_in_the_lease_and_survive(rig: Rig) -> None:
+def test_tags_are_merged_and_appear_in_the_lease_also_after_reopening(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": tokens(1)}, tags={"a_0_0": {"source": "math", "reward": 0.0}})
         await plane.put_tags("train", {"a_0_0": {"reward": 1.0}})
@@ -159,7 +161,7 @@ def test_tags_merge_show_in_the_lease_and_survive(rig: Rig) -> None:
     rig.run(read)
 
 
-def test_partitions_do_not_see_each_other(rig: Rig) -> None:
+def test_partitions_are_independent(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await put_all(plane, ["a_0_0"], "train")
         await put_all(plane, ["a_0_0", "b_0_0"], "eval")
@@ -171,7 +173,7 @@ def test_partitions_do_not_see_each_other(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_issue_announces_rows_once(rig: Rig) -> None:
+def test_issue_returns_only_new_rows_and_trained_rows_cannot_be_written_again(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         assert await plane.issue("train", ["a_0_0", "b_0_0", "a_0_0"], step=3) == ("a_0_0", "b_0_0")
         assert await plane.issue("train", ["b_0_0", "c_0_0"], step=4, tags={"c_0_0": {"n": 1}}) == ("c_0_0",)
@@ -188,7 +190,7 @@ def test_issue_announces_rows_once(rig: Rig) -> None:
         assert await plane.issue("train", ["a_0_0", "b_0_0", "d_0_0"], step=6) == ("d_0_0",)
         with pytest.raises(LeaseLost, match=r"a_0_0.*already"):
             await plane.put("train", {"x_0_0": tokens(1), "a_0_0": tokens(1)})
-        assert "x_0_0" not in await plane.list("train"), "a refused put writes nothing"
+        assert "x_0_0" not in await plane.list("train"), "a refused put must write nothing"
 
     rig.run(body)
     rig.run(again)
@@ -209,7 +211,7 @@ def test_further_outputs_of_a_session_belong_to_its_step(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_an_empty_put_and_an_empty_get_are_nothing(rig: Rig) -> None:
+def test_empty_put_get_and_issue_calls_do_nothing(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         assert len(await plane.put("train", {})) == 0
         assert await plane.get(BatchMeta("train", ())) == {}

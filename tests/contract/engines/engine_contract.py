@@ -1,4 +1,4 @@
-"""What every engine must do. Each `check_...` gets an open engine and asserts; the tests choose which engines to open."""
+"""The contract of engines. Each `check_...` takes an open engine and asserts; the tests choose the engines."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def requests(count: int, sampling: Sampling, seed: int = 0) -> list[GenerateRequ
 def forced(
     model: Any, request: GenerateRequest, generation: Generation, temperature: float = 1.0
 ) -> np.ndarray:
-    """The logprobs a trainer computes on the finished row."""
+    """The logprobs that a trainer computes for the generated tokens of the finished row."""
     ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
     with torch.no_grad():
         logprobs = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
@@ -37,7 +37,7 @@ def forced(
     return np.asarray(logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0])
 
 
-async def check_answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine, model: Any) -> None:
+async def check_generations_are_in_order_with_the_trainers_logprobs(engine: Engine, model: Any) -> None:
     for temperature in (1.0, 0.7):
         asked = requests(12, Sampling(10, (EOS,), temperature=temperature))
         for request, generation in zip(asked, await engine.generate(asked), strict=True):
@@ -48,7 +48,7 @@ async def check_answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine
             assert set(generation.weight_versions.tolist()) == {0}
 
 
-async def check_filtered_logprobs_are_of_the_distribution_sampled_from(engine: Engine, model: Any) -> None:
+async def check_logprobs_under_top_k_are_of_the_filtered_distribution(engine: Engine, model: Any) -> None:
     asked = requests(8, Sampling(6, top_k=3))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -61,7 +61,7 @@ async def check_filtered_logprobs_are_of_the_distribution_sampled_from(engine: E
             assert abs(float(kept[place, rank]) - float(generation.logprobs[place])) < 1e-4
 
 
-async def check_a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
+async def check_the_same_seed_repeats_the_same_tokens(engine: Engine, model: Any) -> None:
     asked = requests(6, Sampling(12))
     first, second = await engine.generate(asked), await engine.generate(asked)
     assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in second]
@@ -69,8 +69,8 @@ async def check_a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
     assert [g.tokens.tolist() for g in first] != [g.tokens.tolist() for g in await engine.generate(again)]
 
 
-async def check_candidates_are_the_model_s_own_best(engine: Engine, model: Any) -> None:
-    """Hot sampling writes tokens far down the ranks: the candidates must not be those written."""
+async def check_candidates_are_the_models_most_likely_tokens(engine: Engine, model: Any) -> None:
+    """At a high temperature unlikely tokens are sampled, so the candidates must differ from the sampled tokens."""
     asked = requests(6, Sampling(10, temperature=2.0, candidates=5))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -82,7 +82,7 @@ async def check_candidates_are_the_model_s_own_best(engine: Engine, model: Any) 
     assert without.candidate_ids is None
 
 
-async def check_greedy_is_greedy(engine: Engine, model: Any) -> None:
+async def check_temperature_zero_is_greedy(engine: Engine, model: Any) -> None:
     asked = requests(4, Sampling(8, temperature=0.0))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -91,7 +91,7 @@ async def check_greedy_is_greedy(engine: Engine, model: Any) -> None:
         assert generation.tokens.tolist() == best[len(request.tokens) - 1 : -1].tolist()
 
 
-async def check_the_stop_token_is_kept_and_the_reason_named(engine: Engine, model: Any) -> None:
+async def check_the_stop_token_is_kept_and_the_stop_reason_is_right(engine: Engine, model: Any) -> None:
     stops = tuple(range(3, 20))
     for generation in await engine.generate(requests(24, Sampling(12, stops, temperature=2.0))):
         inside = [token in stops for token in generation.tokens.tolist()]
@@ -101,29 +101,29 @@ async def check_the_stop_token_is_kept_and_the_reason_named(engine: Engine, mode
             assert generation.stop_reason is StopReason.LENGTH and len(inside) == 12 and not any(inside)
 
 
-async def check_the_model_s_own_end_token_is_no_stop_unless_asked_for(engine: Engine, model: Any) -> None:
+async def check_the_models_eos_token_stops_only_when_it_is_a_stop_token(engine: Engine, model: Any) -> None:
     generations = await engine.generate(requests(24, Sampling(40, temperature=2.0)))
     assert all(g.stop_reason is StopReason.LENGTH and len(g.tokens) == 40 for g in generations)
     assert any(EOS in g.tokens for g in generations)
 
 
-async def check_too_long_requests_name_themselves(engine: Engine, model: Any) -> None:
+async def check_a_request_that_is_too_long_is_refused_with_its_key(engine: Engine, model: Any) -> None:
     with pytest.raises(EngineError, match=f"row-long.*{CONTEXT}"):
         await engine.generate([GenerateRequest("row-long", np.full(CONTEXT, 5, np.int32), Sampling(10), 0)])
 
 
-async def check_an_empty_batch_is_answered(engine: Engine, model: Any) -> None:
+async def check_an_empty_batch_gives_no_generations(engine: Engine, model: Any) -> None:
     assert await engine.generate([]) == []
 
 
-async def check_pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> None:
+async def check_pause_stops_generation_and_resume_continues_it(engine: Engine, model: Any) -> None:
     asked = requests(3, Sampling(60))
     task = asyncio.create_task(engine.generate(asked))
     await asyncio.sleep(0.15)
     await engine.pause()
     late = asyncio.create_task(engine.generate(asked[:1]))
     await asyncio.sleep(0.3)
-    assert not late.done(), "nothing is generated while paused"
+    assert not late.done(), "nothing may be generated while paused"
     await engine.resume()
     for request, generation in zip(asked, await task, strict=True):
         assert len(generation.tokens) == 60
@@ -131,9 +131,9 @@ async def check_pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> No
     assert len((await late)[0].tokens) == 60
 
 
-async def check_abort_keeps_what_was_written(engine: Engine, model: Any) -> None:
-    """Aborts come at widening distances, and again from the shortest, until one comes in the middle of a batch. A plain OpenAI
-    server answers with whole generations: what it had written of an aborted one is not known."""
+async def check_abort_returns_the_tokens_generated_so_far(engine: Engine, model: Any) -> None:
+    """Aborts after pauses of growing length until one comes in the middle of a batch. A plain OpenAI server answers
+    only with whole generations, so the tokens of an aborted one are not known."""
     asked, aborted = requests(3, Sampling(100)), False
     fewest = 0 if isinstance(engine, RemoteEngine) and engine._dialect.name == "openai" else 1
     for pause in cycle([*islice(widening_pauses(), 12)]):
@@ -148,25 +148,25 @@ async def check_abort_keeps_what_was_written(engine: Engine, model: Any) -> None
                 np.testing.assert_allclose(generation.logprobs, forced(model, request, generation), atol=1e-4)
             aborted |= fewest <= len(generation.tokens) < 100
     (after,) = await engine.generate(asked[:1])
-    assert len(after.tokens) == 100, "the engine goes on"
+    assert len(after.tokens) == 100, "the engine must still generate after an abort"
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Something that this process can see has happened; the test's own deadline bounds the wait."""
+    """Waits until the condition holds. The test's own timeout bounds the wait."""
     while not condition():
         await asyncio.sleep(0.005)
 
 
 def widening_pauses() -> Iterator[float]:
-    """Seconds: each pause is half as long again as the one before, so that one of them ends within a piece of work of any length."""
+    """Seconds, each 1.5 times the one before, so that one pause ends within a piece of work of any length."""
     return (0.02 * 1.5**i for i in count())
 
 
 async def check_a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
     """`model` must be a copy that the engine does not own: its weights are the old ones.
 
-    Updates are published, at widening distances, for as long as a batch is being written: however fast the machine is at this moment,
-    one of them comes in the middle. Odd versions have the weights of `new`, even ones those of `model`.
+    Updates are published after pauses of growing length while a batch is generated, so that one comes in the middle on
+    any machine. Odd versions have the weights of `new`, even ones those of `model`.
     """
     asked = requests(4, Sampling(120, candidates=3))
     weights = [[(name, t.detach()) for name, t in one.named_parameters()] for one in (model, new)]
@@ -198,14 +198,17 @@ async def check_a_live_update_splits_generations_by_version(engine: Engine, mode
 
 
 CHECKS = [
-    check_answers_come_in_order_with_the_trainer_s_logprobs,
-    check_filtered_logprobs_are_of_the_distribution_sampled_from,
-    check_a_seed_repeats_its_tokens,
-    check_greedy_is_greedy,
-    check_the_stop_token_is_kept_and_the_reason_named,
-    check_the_model_s_own_end_token_is_no_stop_unless_asked_for,
-    check_too_long_requests_name_themselves,
-    check_an_empty_batch_is_answered,
+    check_generations_are_in_order_with_the_trainers_logprobs,
+    check_logprobs_under_top_k_are_of_the_filtered_distribution,
+    check_the_same_seed_repeats_the_same_tokens,
+    check_temperature_zero_is_greedy,
+    check_the_stop_token_is_kept_and_the_stop_reason_is_right,
+    check_the_models_eos_token_stops_only_when_it_is_a_stop_token,
+    check_a_request_that_is_too_long_is_refused_with_its_key,
+    check_an_empty_batch_gives_no_generations,
 ]
-CANDIDATE_CHECKS = [check_candidates_are_the_model_s_own_best]
-CONTROL_CHECKS = [check_pause_holds_and_resume_goes_on, check_abort_keeps_what_was_written]
+CANDIDATE_CHECKS = [check_candidates_are_the_models_most_likely_tokens]
+CONTROL_CHECKS = [
+    check_pause_stops_generation_and_resume_continues_it,
+    check_abort_returns_the_tokens_generated_so_far,
+]

@@ -1,4 +1,4 @@
-"""Every engine the contract suite runs over, each around the same small model."""
+"""The engines that the contract suite tests, each with the same small model."""
 
 import os
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""Engine processes around the contract's small model, as a run starts them."""
+"""Engine processes with the contract's small model, started as a run starts them."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ from understudy.engines.local.scheduler import Batching
 
 
 class RemoteProcesses(LocalProcesses):
-    """Processes that are taken to be on other machines: weights must not reach them by memory."""
+    """Local processes reported as being on other machines, so that weights must not reach them by shared memory."""
 
     def __init__(self, logs: Path, local: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(logs, **settings)

@@ -1,6 +1,7 @@
-"""A student with adapters and engine processes that get nothing but them (`student.lora.publish = "adapter"`).
+"""Engine processes that get only the student's adapters (`student.lora.publish = "adapter"`).
 
-One engine shares memory with the trainer, the other gets every version by broadcast; both must write with the trained model.
+One engine shares memory with the trainer, the other gets every version by broadcast. Both must generate with the
+trained model.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ def _peft() -> None:
 
 
 async def worst_difference(engine: HostedEngine, policy: Policy, version: int) -> float:
-    """Between logprobs the engines wrote and those of a plain model with the policy's merged weights; both engines are asked."""
+    """The largest difference between the engines' logprobs and those of a plain model with the merged weights."""
     merged = qwen3()
     merged.load_state_dict(dict(policy.named_weights()), strict=False)
     before = {host.name: host.sent_tokens for host in engine._replicas.all}
@@ -57,7 +58,7 @@ async def worst_difference(engine: HostedEngine, policy: Policy, version: int) -
 
 
 @pytest.mark.slow
-def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_path: Path) -> None:
+def test_engines_that_get_only_adapters_generate_like_the_merged_student(tmp_path: Path) -> None:
     policy: Any = Policy(qwen3(), settings(lora=LoraSettings(rank=2, alpha=8.0)))
 
     def learn(seed: int) -> None:
@@ -77,10 +78,12 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
                 await alone.publish(version)
                 assert await worst_difference(engine, policy, version) < 1e-5
             moved = max(float((new - start[name]).abs().max()) for name, new in policy.named_weights())
-            assert moved > 1e-2, "or the comparison says nothing"
+            assert moved > 1e-2, "the weights must have changed, or the comparison tests nothing"
 
             small = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name) * 4
-            assert small <= alone.published_bytes < small + 40 * 14, "the adapters, 14 scales and a mark"
+            assert small <= alone.published_bytes < small + 40 * 14, (
+                "only the adapters, 14 scales and a mark may be sent"
+            )
 
             os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
             os.kill(processes.children["rollout-1"].ready["pid"], signal.SIGKILL)
@@ -88,13 +91,13 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
             while engine._restarting:
                 await asyncio.sleep(0.05)
             assert await worst_difference(engine, policy, 5) < 1e-5, (
-                "started again from the base, with the newest"
+                "a restarted engine must have the base with the newest adapters"
             )
 
             policy._weights._base_mark = bytes(16)
             with pytest.raises(EngineError, match="belong to other weights than this engine has loaded"):
                 await alone.publish(6)
-            assert await worst_difference(engine, policy, 5) < 1e-5, "what is refused changes nothing"
+            assert await worst_difference(engine, policy, 5) < 1e-5, "a refused publish must change nothing"
             learn(9)
             await whole.publish(7)
             assert await worst_difference(engine, policy, 7) < 1e-5

@@ -1,4 +1,4 @@
-"""The base of a LoRA student as a teacher in an engine process: its scores whatever adapters come, and after a kill."""
+"""The base model of a LoRA student as a teacher in an engine process: scores do not depend on adapters or restarts."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def items() -> list[ScoreItem]:
 
 
 def of_a_standalone_replica() -> list[bytes]:
-    """The scores of a scorer that loads the model anew, as the process of a replica does."""
+    """The scores of a scorer that loads the model itself, as a replica's process does."""
     worker, *_ = build_worker(parse_args(["--model", STUDENT, "--name", "base"]))
     reply = worker.scorer.score(request_of(items()))
     return [reply.sampled_P.tobytes(), reply.ids.tobytes(), reply.logprobs.tobytes()]
@@ -73,7 +73,7 @@ async def written(engine: HostedEngine) -> np.ndarray:
 
 
 def learnt() -> Policy:
-    """With adapters that do something."""
+    """A policy whose adapters change its logprobs."""
     lora = LoraSettings(rank=2, alpha=8.0, targets=tuple(TARGETS))
     policy = Policy(load_student(STUDENT).model, settings(lora=lora))
     with torch.no_grad():
@@ -110,8 +110,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_the_base_scores_in_an_engine_process(tmp_path: Path) -> None:
-    """To the bit as a replica of its own, and as plain transformers does, also once the engine has other weights."""
+def test_the_base_model_in_an_engine_process_scores_like_a_separate_replica(tmp_path: Path) -> None:
+    """To the bit, and close to a plain transformers forward, also after the engine has got adapters."""
     expected, policy = of_a_standalone_replica(), learnt()
     plain = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float64).eval()
 
@@ -126,8 +126,10 @@ def test_the_base_scores_in_an_engine_process(tmp_path: Path) -> None:
                 assert np.abs(theirs.numpy() - row).max() < 1e-4
             first = await written(engine)
             await CopiedWeights(policy.named_adapters, engine).publish(1)
-            assert np.abs(first - await written(engine)).max() > 0.05, "the engine writes with the adapters"
-            assert (await scores(pool))[0] == expected, "and the teacher is the base"
+            assert np.abs(first - await written(engine)).max() > 0.05, (
+                "the engine must generate with the adapters"
+            )
+            assert (await scores(pool))[0] == expected, "the teacher must stay the base model"
             with pytest.raises(TeacherError, match=r"a replica in each of the 1 engine process\(es\)"):
                 await pool.add(ReplicaSpec("1"))
             with pytest.raises(EngineError, match=r"set student\.lora\.publish = 'adapter'"):
@@ -138,7 +140,7 @@ def test_the_base_scores_in_an_engine_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_died_or_scores_badly_comes_back(tmp_path: Path) -> None:
+def test_an_engine_process_with_a_teacher_is_restarted_after_a_kill_and_on_request(tmp_path: Path) -> None:
     expected, policy = of_a_standalone_replica(), learnt()
 
     async def body() -> None:
@@ -153,7 +155,7 @@ def test_a_process_that_died_or_scores_badly_comes_back(tmp_path: Path) -> None:
 
             pid = processes.children["rollout-0"].ready["pid"]
             assert await teacher.start("0") == teacher.endpoints["0"]
-            assert processes.children["rollout-0"].ready["pid"] != pid, "one that lives and fails is replaced"
+            assert processes.children["rollout-0"].ready["pid"] != pid, "a living process must be replaced"
             assert (await scores(pool))[0] == expected
 
     asyncio.run(asyncio.wait_for(body(), 200))

@@ -1,4 +1,4 @@
-"""Engine processes that share no memory with the trainer: weights come by broadcast, and no death holds a publish up."""
+"""Engine processes without memory shared with the trainer: weights come by broadcast, and no death blocks a publish."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def new_weights(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def on_bucket(monkeypatch: pytest.MonkeyPatch, index: int, action: Any) -> None:
-    """Does something, once, when a bucket is about to be sent."""
+    """Calls `action` once, when the bucket with this index is about to be sent."""
     original, done = PackedWeights.flat, []
 
     def flat(self: PackedWeights, place: int) -> torch.Tensor:
@@ -44,10 +44,10 @@ async def same_bits(inside: Any, outside: HostedEngine) -> None:
 
 
 @pytest.mark.slow
-def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
+def test_broadcast_engines_give_the_bits_of_the_in_process_engine_over_updates_and_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two remote hosts and a local one. Killed in the middle of a publish, one is left out, and the others have it."""
+    """Two remote hosts and a local one. A host killed in the middle of a publish is left out; the others get it."""
 
     async def body() -> None:
         torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
             def kill(name: str, number: signal.Signals = signal.SIGKILL) -> None:
                 os.kill(processes.children[name].ready["pid"], number)
 
-            for version in (7, 8):  # the second through the group of the first
+            for version in (7, 8):  # the second reuses the process group of the first
                 for engine in (inside, outside):
                     await engine.update_weights(version, new_weights(version))
                 await same_bits(inside, outside)
@@ -74,7 +74,9 @@ def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
             await same_bits(inside, outside)
             while outside._restarting:
                 await asyncio.sleep(0.05)
-            kill("rollout-2")  # what only the local host had is packed again, and the other way round
+            kill(
+                "rollout-2"
+            )  # hosts change between shared memory and broadcast, so the weights are packed again
             processes.local = ["rollout-0"]
             kill("rollout-0")
             await asyncio.sleep(0.1)
@@ -90,7 +92,7 @@ def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
 
 
 @pytest.mark.slow
-def test_a_host_that_stops_in_the_middle_of_a_publish_costs_its_deadline(
+def test_a_host_frozen_during_a_publish_is_left_out_after_the_stall_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:

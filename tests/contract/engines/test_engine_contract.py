@@ -1,4 +1,4 @@
-"""One contract, every engine: hf in both batchings, and the remote engine over each wire format."""
+"""The engine contract for the in-process engine in both batchings and the remote engine over each wire format."""
 
 import asyncio
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_live_update(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", CANDIDATE_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "openai-wire"])
-def test_candidates(name: str, check: Any, tmp_path: Path) -> None:
+def test_candidates_contract(name: str, check: Any, tmp_path: Path) -> None:
     test_contract(name, check, tmp_path)
 
 
@@ -58,7 +58,7 @@ def test_candidates_of_a_changed_distribution_are_refused(tmp_path: Path) -> Non
     asyncio.run(body())
 
 
-def test_a_server_that_cannot_take_weights_says_so(tmp_path: Path) -> None:
+def test_update_weights_is_refused_by_an_openai_server(tmp_path: Path) -> None:
     async def body() -> None:
         async with ENGINES["openai-wire"](make_model(), tmp_path) as engine:
             with pytest.raises(EngineError, match="openai cannot take new weights"):
@@ -68,7 +68,7 @@ def test_a_server_that_cannot_take_weights_says_so(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_an_aborted_generation_keeps_what_it_had_before_the_pause(tmp_path: Path) -> None:
+def test_an_abort_during_a_pause_returns_the_tokens_generated_before_it(tmp_path: Path) -> None:
     async def body() -> None:
         async with ENGINES["vllm-wire"](make_model(), tmp_path) as engine:
             for pause in widening_pauses():

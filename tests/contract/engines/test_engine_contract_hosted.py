@@ -1,4 +1,4 @@
-"""The same contract over engine processes, and what only processes can do: die, stop answering, be lied to."""
+"""The engine contract for engine processes, and process failures: kills, freezes, invalid requests."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def assert_same_bits(found: list[Generation], expected: list[Generation]) -> Non
 
 
 def mixed_batch(seed: int) -> list[GenerateRequest]:
-    """Every kind of sampling in one batch, more rows than places."""
+    """Every kind of sampling in one batch, with more rows than the engine decodes at once."""
     kinds = [
         Sampling(9, (2,)),
         Sampling(12, temperature=0.6, top_p=0.8),
@@ -78,7 +78,7 @@ Opened = tuple[asyncio.Runner, HostedEngine, LocalProcesses]
 
 
 def opened(folder: Path, **settings: Any) -> Iterator[Opened]:
-    """One engine for many tests: a process takes seconds to start."""
+    """One engine shared by many tests, since a process takes seconds to start."""
     with asyncio.Runner() as runner:
         context = hosted(make_model(), folder, **settings)
         engine, processes = runner.run(context.__aenter__())
@@ -105,7 +105,9 @@ def test_contract(kind: str, check: Any, request: pytest.FixtureRequest) -> None
     runner.run(asyncio.wait_for(check(engine, make_model()), 60))
 
 
-def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
+def test_an_engine_process_refuses_invalid_requests_and_wrong_tokens_and_keeps_serving(
+    composed: Opened,
+) -> None:
     runner, engine, _ = composed
     good = encode_call(1, requests(1, Sampling(3)))
     rng = np.random.default_rng(0)
@@ -145,7 +147,7 @@ def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
     runner.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_caller_that_gives_up_frees_the_engine(composed: Opened) -> None:
+def test_a_cancelled_call_frees_the_engine_for_waiting_calls(composed: Opened) -> None:
     runner, engine, _ = composed
 
     async def body() -> None:
@@ -162,7 +164,7 @@ def test_a_caller_that_gives_up_frees_the_engine(composed: Opened) -> None:
     runner.run(asyncio.wait_for(body(), 60))
 
 
-def test_continuous_hosts_share_the_load_and_sessions_stay(continuous: Opened) -> None:
+def test_continuous_hosts_share_the_load_and_sessions_stay_on_their_host(continuous: Opened) -> None:
     runner, engine, _ = continuous
 
     async def body() -> None:
@@ -170,7 +172,7 @@ def test_continuous_hosts_share_the_load_and_sessions_stay(continuous: Opened) -
             GenerateRequest(r.key, r.tokens, r.sampling, r.seed, session=f"session-{i}")
             for i, r in enumerate(requests(16, Sampling(40)))
         ]
-        await engine.pause()  # so that none is answered before all are sent
+        await engine.pause()  # so that no request is answered before all are sent
         task = asyncio.create_task(engine.generate(asked))
         await until(lambda: len(engine._replicas._homes) == len(asked))
         loads = engine.outstanding_tokens
@@ -193,7 +195,9 @@ def test_live_update(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Opened) -> None:
+def test_a_killed_engine_process_is_replaced_in_a_batch_and_in_a_pause_and_close_ends_calls(
+    composed: Opened,
+) -> None:
     runner, engine, processes = composed
     one, two = make_model(seed=1), make_model(seed=2)
     runner.run(engine.update_weights(1, [(name, tensor.detach()) for name, tensor in one.named_parameters()]))
@@ -217,13 +221,13 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         await engine.pause()
         kill()
         await engine.update_weights(2, [(name, tensor.detach()) for name, tensor in two.named_parameters()])
-        assert engine.version == 2, "a dead host does not hold a publish up"
+        assert engine.version == 2, "a dead host must not block a publish"
         asked = requests(2, Sampling(10))
         waiting = asyncio.create_task(engine.generate(asked))
         while engine._restarting:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.3)
-        assert not waiting.done(), "the new process is paused, as the old one was"
+        assert not waiting.done(), "the new process must be paused like the old one"
         await engine.resume()
         for request, generation in zip(asked, await waiting, strict=True):
             assert set(generation.weight_versions.tolist()) == {2}
@@ -249,8 +253,10 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         runner.run(asyncio.wait_for(part(), 90))
 
 
-def test_a_generation_of_a_process_that_ends_may_be_asked_of_another(tmp_path: Path) -> None:
-    """SIGTERM of an engine process while it generated ended the run with "the engine was closed while …"."""
+def test_a_generation_of_a_closing_engine_process_fails_as_host_lost_so_that_it_is_retried(
+    tmp_path: Path,
+) -> None:
+    """A SIGTERM of an engine process during generation once ended the run with "the engine was closed while …"."""
 
     async def body() -> None:
         engine = HFEngine(
@@ -275,7 +281,9 @@ def test_a_generation_of_a_process_that_ends_may_be_asked_of_another(tmp_path: P
 
 
 @pytest.mark.slow
-def test_bits_equal_the_in_process_engine_s_also_after_an_update_and_a_kill(tmp_path: Path) -> None:
+def test_engine_processes_give_the_bits_of_the_in_process_engine_after_an_update_and_a_kill(
+    tmp_path: Path,
+) -> None:
     new = [(name, tensor.detach()) for name, tensor in make_model(seed=1).named_parameters()]
 
     async def body() -> None:
@@ -300,7 +308,7 @@ def test_bits_equal_the_in_process_engine_s_also_after_an_update_and_a_kill(tmp_
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
+def test_a_frozen_engine_process_is_replaced_after_silence_s(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosted(make_model(), tmp_path) as (engine, processes):
             engine._silence_s = 1.0
@@ -312,7 +320,7 @@ def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_path: Path) -> None:
+def test_a_host_that_cannot_be_restarted_is_given_up_with_the_error_from_its_log(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosted(make_model(), tmp_path) as (engine, processes):
             notes: list[str] = []
@@ -330,7 +338,7 @@ def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_
     asyncio.run(asyncio.wait_for(body(), 120))
 
 
-def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
+def test_a_host_that_cannot_load_its_model_exits_with_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -342,10 +350,10 @@ def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
 
 
 @pytest.mark.parametrize("trainer", [pytest.param("gone", marks=pytest.mark.slow), "lives"])
-def test_it_ends_with_its_launcher_and_takes_the_snapshots_along_where_the_trainer_is_gone_too(
+def test_a_host_exits_with_its_launcher_and_deletes_snapshots_if_the_trainer_is_gone(
     tmp_path: Path, trainer: str
 ) -> None:
-    """On a cluster its launcher there may go alone, and the trainer that owns the folder lives on."""
+    """On a cluster the launcher may die alone, while the trainer that owns the folder of snapshots lives on."""
     make_model().save_pretrained(tmp_path / "student")
     owned, ready = OwnedFolder("weights-", tmp_path), tmp_path / "ready"
     weights = owned.path

@@ -1,4 +1,4 @@
-"""The same contract over a real SGLang: one server for all checks, because it takes a minute to start."""
+"""The engine contract for a real SGLang. All checks share one server, because it takes a minute to start."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 KEY = "secret"
 OTHERWISE = {
-    "check_filtered_logprobs_are_of_the_distribution_sampled_from",  # SGLang reports them before filters: refused by recipes
-    "check_a_seed_repeats_its_tokens",  # SGLang ignores seeds without --enable-deterministic-inference
+    "check_logprobs_under_top_k_are_of_the_filtered_distribution",  # SGLang reports them unfiltered; recipes refuse it
+    "check_the_same_seed_repeats_the_same_tokens",  # SGLang ignores seeds without --enable-deterministic-inference
 }
 KEPT = [check for check in (*CHECKS, *CANDIDATE_CHECKS, *CONTROL_CHECKS) if check.__name__ not in OTHERWISE]
 

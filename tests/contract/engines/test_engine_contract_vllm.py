@@ -1,4 +1,4 @@
-"""The same contract over a real vLLM: one server for all checks, because it takes a minute to start."""
+"""The engine contract for a real vLLM. All checks share one server, because it takes a minute to start."""
 
 import asyncio
 import os
@@ -31,8 +31,8 @@ from understudy.engines.servers.vllm import VLLMEngine
     not VLLM_PYTHON, reason="set UNDERSTUDY_VLLM_PYTHON to the interpreter of an environment with vLLM"
 )
 @pytest.mark.parametrize("launcher", [LocalProcesses, RemoteProcesses], ids=["socket", "proxy"])
-def test_vllm_keeps_the_contract(tmp_path: Path, launcher: type[LocalProcesses]) -> None:
-    """Over its Unix socket, or over the proxy by which a server on another machine is reached."""
+def test_vllm_meets_the_engine_contract(tmp_path: Path, launcher: type[LocalProcesses]) -> None:
+    """Over vLLM's Unix socket, and over the proxy through which a server on another machine is reached."""
 
     async def body() -> None:
         async with real_vllm(make_model(), tmp_path, launcher) as engine:
@@ -40,18 +40,20 @@ def test_vllm_keeps_the_contract(tmp_path: Path, launcher: type[LocalProcesses])
                 await asyncio.wait_for(check(engine, make_model()), 120)
             new = make_model(seed=1)
             await check_a_live_update_splits_generations_by_version(engine, make_model(), new)
-            await killed_it_comes_back_with_the_newest_weights(engine, new)
+            await check_a_killed_server_is_restarted_with_the_newest_weights(engine, new)
 
     asyncio.run(body())
 
 
-async def killed_it_comes_back_with_the_newest_weights(engine: VLLMEngine, new: Any) -> None:
+async def check_a_killed_server_is_restarted_with_the_newest_weights(engine: VLLMEngine, new: Any) -> None:
     (child,) = engine.children.values()
     server = psutil.Process(child.ready.get("server", child.ready["pid"]))
     os.kill(child.ready["pid"], signal.SIGKILL)
     asked = requests(3, Sampling(10))
     written = await asyncio.wait_for(engine.generate(asked), 400)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "it ended with its host"
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, (
+        "the server must end with its parent process"
+    )
     for request, generation in zip(asked, written, strict=True):
         assert set(generation.weight_versions.tolist()) == {1}
         np.testing.assert_allclose(generation.logprobs, forced(new, request, generation), atol=2e-4)

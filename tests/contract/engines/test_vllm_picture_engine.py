@@ -1,5 +1,4 @@
-"""A real vLLM as the engine of rows with pictures: it reads the row's ids, and its log-probabilities are those of a plain
-transformers forward.
+"""A real vLLM as the engine of rows with pictures: log-probabilities equal those of a plain transformers forward.
 
 UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm, and torchvision, without which vLLM reads no pictures.
 """
@@ -33,7 +32,7 @@ from understudy.types.usable_ids import UsableIds
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 ATOL = 2e-4
-"""Of vLLM's own float32 kernels on a CPU."""
+"""Tolerance for vLLM's float32 kernels on a CPU."""
 PICTURES = {
     "red": picture("red", (48, 32)),
     "blue": picture("blue", (48, 32), (5, 5)),
@@ -45,7 +44,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_
 
 
 class Rows:
-    """Requests with pictures, and what a plain forward of a model says about the generated tokens."""
+    """Requests with pictures, and the log-probabilities of a plain forward at the generated tokens."""
 
     def __init__(self, folder: Path, reader: PictureReader) -> None:
         self.folder, self.reader = folder, reader
@@ -81,7 +80,7 @@ class Rows:
         plain = self.plain(model, request, generation)
         drawn = generation.tokens[:, None]
         np.testing.assert_allclose(generation.logprobs, np.take_along_axis(plain, drawn, 1)[:, 0], atol=ATOL)
-        assert not np.isin(generation.tokens, self.usable.holes).any(), "no placeholder is drawn"
+        assert not np.isin(generation.tokens, self.usable.holes).any(), "a picture placeholder was generated"
         assert generation.candidate_ids is not None
         best = np.take_along_axis(plain, generation.candidate_ids, 1)
         np.testing.assert_allclose(best, np.sort(plain, 1)[:, ::-1][:, :3], atol=ATOL)
@@ -102,8 +101,8 @@ def moved(model: Any, part: str) -> Any:
     return other
 
 
-async def pictures_are_not_mixed(engine: VLLMEngine, rows: Rows) -> None:
-    """Rows with equal ids and different pictures at once and one after another, with vLLM's prefix cache."""
+async def check_pictures_of_equal_token_ids_are_not_mixed_up(engine: VLLMEngine, rows: Rows) -> None:
+    """Rows with equal ids and different pictures, together and one by one, with vLLM's prefix cache."""
     asked = rows.requests()
     assert np.array_equal(asked[0].tokens, asked[1].tokens) and asked[0].media != asked[1].media
     together = await engine.generate(asked)
@@ -116,8 +115,8 @@ async def pictures_are_not_mixed(engine: VLLMEngine, rows: Rows) -> None:
         assert np.abs(own - found[0].logprobs).max() > 1e-2
 
 
-async def new_weights_reach_both_parts(engine: VLLMEngine, rows: Rows) -> None:
-    """Idle servers: features of pictures that the old weights computed are not used again."""
+async def check_new_weights_reach_the_language_and_the_vision_part(engine: VLLMEngine, rows: Rows) -> None:
+    """The server is idle during the updates. Cached features computed by the old weights must not be used again."""
     for version, part in ((1, "layers.0.self_attn"), (2, rows.vision), (3, "lm_head")):
         new = moved(rows.model, part)
         await engine.update_weights(version, weights_of(new))
@@ -131,8 +130,8 @@ async def new_weights_reach_both_parts(engine: VLLMEngine, rows: Rows) -> None:
                 assert np.abs(drawn - generation.logprobs).max() > 1e-3, part
 
 
-async def a_live_update_splits_rows(engine: VLLMEngine, rows: Rows) -> None:
-    """A generation goes on under new weights with its pictures. Odd versions have other weights in all parts."""
+async def check_a_live_update_splits_rows_with_pictures_by_version(engine: VLLMEngine, rows: Rows) -> None:
+    """A generation with pictures continues under new weights. Odd versions have other weights in all parts."""
     models = [rows.model, moved(rows.model, "")]
     asked, version, split = rows.requests(100), 10, False
     await engine.update_weights(version, weights_of(models[0]))
@@ -156,8 +155,8 @@ async def a_live_update_splits_rows(engine: VLLMEngine, rows: Rows) -> None:
             )
 
 
-async def a_picture_cut_into_other_tokens_fails_its_row(engine: VLLMEngine, rows: Rows) -> None:
-    """A student whose processor gives a picture fewer tokens than vLLM's does."""
+async def check_a_picture_with_another_number_of_tokens_fails_its_row(engine: VLLMEngine, rows: Rows) -> None:
+    """The student's processor gives a picture fewer tokens than vLLM's."""
     if rows.reader.processor.family in QWEN:
         rows.reader.processor.image_processor.size = {"shortest_edge": 256, "longest_edge": 512}
     rows.reader.processor.tile_tokens = 1
@@ -178,11 +177,11 @@ async def a_picture_cut_into_other_tokens_fails_its_row(engine: VLLMEngine, rows
     ids=["qwen2_5_vl", "qwen3_vl-proxy", "smolvlm", "idefics3"],
 )
 def test_vllm_generates_from_pictures(tmp_path: Path, family: str, launcher: type[LocalProcesses]) -> None:
-    """Over its Unix socket, or over the proxy by which a server on another machine is reached."""
+    """Over vLLM's Unix socket, and over the proxy through which a server on another machine is reached."""
     needed = "torchvision, num2words" if family == "smolvlm" else "torchvision"
     if subprocess.run([VLLM_PYTHON, "-c", f"import {needed}"], capture_output=True, check=False).returncode:
         pytest.skip(f"{VLLM_PYTHON} has no {needed}, without which vLLM reads no pictures of {family}")
-    # A size of heads that vLLM's attention on a CPU takes.
+    # A head size that vLLM's CPU attention supports.
     folder = make_model(tmp_path / "model", family, hidden=128, heads=(2, 1))
     reader = reader_of(folder, MediaStore(tmp_path / "media"))
     options = ["--enforce-eager", "--max-logprobs", "8", "--enable-prefix-caching"]
@@ -196,10 +195,10 @@ def test_vllm_generates_from_pictures(tmp_path: Path, family: str, launcher: typ
                 settings, processes, version=0, snapshots=tmp_path, timeout_s=60, pictures=reader
             )
             try:
-                await pictures_are_not_mixed(engine, rows)
-                await new_weights_reach_both_parts(engine, rows)
-                await a_live_update_splits_rows(engine, rows)
-                await a_picture_cut_into_other_tokens_fails_its_row(engine, rows)
+                await check_pictures_of_equal_token_ids_are_not_mixed_up(engine, rows)
+                await check_new_weights_reach_the_language_and_the_vision_part(engine, rows)
+                await check_a_live_update_splits_rows_with_pictures_by_version(engine, rows)
+                await check_a_picture_with_another_number_of_tokens_fails_its_row(engine, rows)
             finally:
                 await engine.close()
         finally:

@@ -22,13 +22,13 @@ from understudy.engines.servers.vllm_proxy import VLLMProxy
 from understudy.serving.endpoint import Endpoint
 
 
-def test_requests_that_reach_a_paused_server_are_sent_back_at_once(
+def test_the_proxy_sends_requests_back_at_once_while_the_server_is_paused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn, turns_of_both = Scheduler._turn, []
 
     def slow_turn(self: Scheduler) -> None:
-        """A token of each row: slow enough that the pause comes before the last one."""
+        """Decodes one token per row, slowly enough that the pause comes before the last one."""
         turn(self)
         if self._batch is not None and self._batch.decoding.alive == 2:
             turns_of_both.append(True)
@@ -64,7 +64,7 @@ def test_requests_that_reach_a_paused_server_are_sent_back_at_once(
         assert sent_back.status_code == PAUSED and len(server.bodies) == 2
         began = time.monotonic()
         await engine.update_weights(1, list(make_model(seed=1).named_parameters()))
-        assert time.monotonic() - began < engine_module.QUIET_S, "nothing is waited out"
+        assert time.monotonic() - began < engine_module.QUIET_S, "the update must not wait for a timeout"
         await engine.resume()
         for one in await long:
             assert len(one.tokens) == CONTEXT - 20 and set(one.weight_versions.tolist()) == {0, 1}

@@ -1,6 +1,6 @@
-"""A vLLM server on another machine: reached through its proxy with a token, weights broadcast to it, started again when it dies.
+"""A vLLM server on another machine: reached through its proxy with a token, updated by broadcast, restarted.
 
-The server is a stand-in that speaks vLLM's routes over a small model; the launcher, the proxy and the broadcast are the real ones.
+The server is a stand-in with vLLM's routes over a small model. Launcher, proxy and broadcast are the real ones.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ASKED = [
 
 
 class RemoteProcesses(LocalProcesses):
-    """Processes that are taken to be on other machines."""
+    """Local processes reported as being on other machines."""
 
     def is_remote(self, name: str) -> bool:
         return True
@@ -53,7 +53,7 @@ async def written_by(model: Any) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_remote_server_gets_every_version_and_outlives_its_death(
+def test_a_remote_vllm_server_gets_every_version_and_is_restarted_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make_model("llama", 1), make_model("llama", 2)
@@ -88,7 +88,7 @@ def test_a_remote_server_gets_every_version_and_outlives_its_death(
                 await check(model, version)
             with torch.no_grad():
                 for tensor in second.parameters():
-                    tensor.zero_()  # what was sent is kept: a server that comes back gets the very same
+                    tensor.zero_()  # a restarted server must get the weights as they were sent
             os.kill(child.ready["server"], signal.SIGKILL)
             await check(make_model("llama", 2), 3)
             assert engine.children["replica-0"].ready["pid"] != child.ready["pid"]
@@ -98,7 +98,7 @@ def test_a_remote_server_gets_every_version_and_outlives_its_death(
             await processes.close()
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
         left = [folder for folder in Path("/dev/shm").glob("understudy-weights-*") if _is_mine(folder)]
-        assert not left, "snapshots are cleared away"
+        assert not left, "snapshots must be deleted"
 
     asyncio.run(asyncio.wait_for(body(), 200))
 

@@ -1,7 +1,7 @@
-"""Servers that speak the documented wire formats of vLLM, SGLang and OpenAI completions, over a real small model.
+"""Servers with the documented wire formats of vLLM, SGLang and OpenAI completions, over a real small model.
 
-They run in the test's event loop on a loopback port. What they answer was written down from the servers' documented
-formats; for vLLM it was compared with answers of version 0.32.
+They run in the test's event loop on a loopback port. Their answers follow the servers' documented formats; those of
+vLLM were compared with answers of version 0.32.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class WireServer:
         self.label = "default"
         self.bodies: list[dict[str, Any]] = []
         self.failures: list[int] = []
-        """Statuses to answer the next requests for tokens with."""
+        """Error statuses with which the next generation requests are answered."""
         self._open = asyncio.Event()
         self._open.set()
         self._running = 0
@@ -104,7 +104,7 @@ class WireServer:
         stops = tuple(params["stop_token_ids"])
         if (
             self.dialect == "sglang"
-        ):  # with `ignore_eos` it ignores every id; without, the model's own ends it too
+        ):  # with `ignore_eos` SGLang ignores all stop ids; without it the model's own end token stops too
             stops = () if params["ignore_eos"] else (*stops, self.eos)
         else:
             assert params["ignore_eos"] is True
@@ -233,7 +233,7 @@ def _best_of(generation: Generation) -> list[list[int]]:
 
 
 def _top(token: int, logprob: float, best: list[int]) -> list[tuple[float, int]]:
-    """As vLLM orders them: the written token first, then the others by rank."""
+    """Candidates in vLLM's order: the generated token first, then the others by rank."""
     ranked = [(-float(rank), i) for rank, i in enumerate(best, 1)]
     if token in best:
         return [(-float(best.index(token) + 1), token), *(one for one in ranked if one[1] != token)]

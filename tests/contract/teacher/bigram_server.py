@@ -1,8 +1,10 @@
-"""A stand-in for vLLM's server over a model that can be enumerated: p(y | x) is proportional to `weight(x, y)`. It needs the
-standard library alone, so it starts at once.
+"""A stand-in for vLLM's server over a model that can be enumerated: p(y | x) is proportional to `weight(x, y)`.
 
-`VLLM_PLAN` names a file with what each life of a server does, the last word for all later ones: `serves`, `dies at once`, or a
-number of answers after which it is killed. The command lines of all lives are kept beside it, one a line.
+It needs only the standard library, so it starts at once.
+
+`VLLM_PLAN` names a file with the behaviour of each start of a server; the last entry holds for all later starts. An
+entry is `serves`, `dies at once`, or a number of answers after which the server is killed. The command lines of all
+starts are kept beside the file, one per line.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def stand_in(folder: Path, plan: str = "serves") -> dict[str, str]:
 
 
 def lives(folder: Path) -> list[list[str]]:
-    """The command line of every server that was started."""
+    """The command lines of all servers started so far."""
     return [json.loads(line) for line in (folder / "plan.lives").read_text().splitlines()]
 
 

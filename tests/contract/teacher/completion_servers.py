@@ -1,6 +1,6 @@
-"""Servers that speak vLLM's and OpenAI's JSON as recorded from them, and SGLang's, over a plain transformers model.
+"""Servers with vLLM's and OpenAI's JSON, as recorded from them, and SGLang's, over a plain transformers model.
 
-`flavour` says which of their dialects is spoken; everything else is refused in their words.
+`flavour` names the dialect; requests in another one are refused with the error of the real server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FakeCompletions:
         self.flavour = flavour
         self.spoil: str | None = None
         self.refused: list[int] | None = None
-        """A sequence that is refused, whatever else arrives."""
+        """A sequence that the server refuses."""
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -123,7 +123,7 @@ class FakeCompletions:
             return JSONResponse(
                 {"id": "c", "choices": [{"index": 0, "text": "x", "prompt_logprobs": listed}]}
             )
-        if "prompt_logprobs" in question:  # OpenAI's own server ignores what it does not know
+        if "prompt_logprobs" in question:  # OpenAI's own server ignores unknown fields
             return JSONResponse({"id": "c", "choices": [{"index": 0, "text": "x", "logprobs": None}]})
         if self.flavour in ("no echo", "sglang"):
             return self.refuse(

@@ -1,10 +1,11 @@
 """Starts replica processes quickly: imports everything once, then forks a child per replica.
 
-A line of JSON in, from standard input or from the pipe `--watch-fd N`: {"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
-A line of JSON out: {"pid": …}
+Input, one line of JSON per replica, from standard input or from the pipe `--watch-fd N`:
+{"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
+Output, one line of JSON each: {"pid": …}
 
-Each child runs the real server. `lie` makes its replies wrong on purpose, and its log counts every lie told.
-Children end with this process: they watch a pipe whose other end only it holds.
+Each child runs the real server. `lie` names a way in which its replies are corrupted; its log lists all of them.
+Children end with this process: they watch a pipe whose other end only this process holds.
 """
 
 import itertools
@@ -76,7 +77,7 @@ LIES = {
     "cut": lambda r: encode_reply(r)[:-7],
     "short": lambda r: encode_reply(without_last_row(r)),
     "positive": lambda r: encode_reply(replace(r, sampled_P=altered(r.sampled_P, 0.3))),
-    # Every stream slips by one position together, as an off-by-one server would send them.
+    # All streams are shifted by one position together, as by a server with an off-by-one error.
     "shifted": lambda r: encode_reply(
         replace(
             r,
@@ -86,7 +87,7 @@ LIES = {
             logprobs=moved(r.logprobs, first_k(r)),
         )
     ),
-    # The echo is right and only the scores slip.
+    # The echoed tokens are right and only the scores are shifted.
     "shifted_scores": lambda r: encode_reply(
         replace(
             r,
@@ -105,7 +106,7 @@ LIES = {
 
 
 def start_lying(lie: str, rate: float, seed: int) -> None:
-    """Replies become `lie` at the given rate; "every" goes through all kinds in turn."""
+    """Corrupts replies in the way `lie` at the given rate; "every" uses all kinds in turn."""
     rng = random.Random(seed)
     turns = itertools.cycle(LIES if lie == "every" else [lie])
 
@@ -120,13 +121,13 @@ def start_lying(lie: str, rate: float, seed: int) -> None:
 
 
 def wedge_after(requests: int) -> None:
-    """Scoring stops for ever after some requests, while the event loop goes on answering /health."""
+    """Scoring blocks for ever after this many requests, while the event loop still answers /health."""
     begin = scorer.Scorer.begin
     seen = 0
 
     def stuck(self: scorer.Scorer, request: ScoreRequest, *between: Any) -> scorer.QueuedRequest:
         nonlocal seen
-        seen += len(request) > 1  # the fixed tokens are one sequence
+        seen += len(request) > 1  # a probe is a single sequence
         while seen > requests:
             time.sleep(3600)
         return begin(self, request, *between)

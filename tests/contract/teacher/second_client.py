@@ -1,4 +1,4 @@
-"""A second client, written from docs/teacher-protocol.md alone: the standard library and nothing else."""
+"""A second client, written from docs/teacher-protocol.md alone, with only the standard library."""
 
 import hashlib
 import http.client

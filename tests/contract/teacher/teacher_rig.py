@@ -1,4 +1,4 @@
-"""What teacher tests share: tiny models on disk, real replica processes, and a launcher for them."""
+"""Helpers of teacher tests: tiny models on disk, real replica processes, and a launcher for them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EXPERTS: dict[str, dict[str, object]] = {
 def write_model(
     folder: Path, kind: str = "qwen3", seed: int = 0, vocab: int = VOCAB, **changes: object
 ) -> Path:
-    """A random model of a real architecture, sharp enough that its scores are far from uniform."""
+    """A random model of a real architecture with large enough weights that its scores are far from uniform."""
     shape = {
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -269,7 +269,7 @@ _SHARED: list[ReplicaForkServer] = []
 
 
 def shared_fork_server(folders: pytest.TempPathFactory) -> ReplicaForkServer:
-    """One for all tests of this process, in whichever room: it takes seconds to import everything. It ends with the process."""
+    """The fork server shared by all tests of this process, since its imports take seconds. It ends with the process."""
     if not _SHARED:
         _SHARED.append(ReplicaForkServer(folders.mktemp("fork_server")))
         atexit.register(_SHARED[0].close)
@@ -290,7 +290,7 @@ class Child:
 
     @property
     def lies(self) -> list[str]:
-        """The lies it told, in order."""
+        """The kinds of corrupted replies it has sent, in order."""
         return re.findall(r"^lied: (\w+)$", self.log, re.MULTILINE)
 
     def alive(self) -> bool:
@@ -335,7 +335,7 @@ class ForkServerLauncher:
     model: Path
     options: Sequence[str] = ()
     lies: dict[str, tuple[str, float, int]] = field(default_factory=dict)
-    """Replica → (lie, rate, seed)."""
+    """Replica → (kind of corrupted reply, rate, seed)."""
     children: dict[str, Child] = field(default_factory=dict)
     every: list[Child] = field(default_factory=list)
     down: bool = False

@@ -1,4 +1,4 @@
-"""One suite over every backend: native, vLLM's two routes, SGLang's, OpenAI's echo. All must give a plain forward's scores."""
+"""One suite for every backend (native, vLLM's two routes, SGLang, OpenAI's echo): scores equal a plain forward's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -92,7 +92,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_gives_the_scores_of_a_plain_forward(
+def test_every_backend_gives_the_scores_of_a_plain_transformers_forward(
     backend: str, model: Path, server: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     items = [item for s in BACKENDS[backend] for item in random_items(4, 3, s, 4 if s is Signal.TOPK else 0)]
@@ -113,8 +113,8 @@ def test_every_backend_can_be_identified_by_its_scores(
     assert len(identity.probe_logprobs) == 11  # type: ignore[attr-defined]
 
 
-def test_a_server_that_is_overloaded_while_it_is_probed_is_not_asked_by_another_route(model: Path) -> None:
-    """It answered 429 to the first route, so it was taken for a server of an older kind, with fewer candidates."""
+def test_a_429_during_the_probe_does_not_select_another_route(model: Path) -> None:
+    """A 429 on the first route once made it look like an older server with fewer candidates."""
 
     class Overloaded(FakeCompletions):
         async def generate(self, http: Request) -> Response:
@@ -136,7 +136,7 @@ def test_a_server_that_is_overloaded_while_it_is_probed_is_not_asked_by_another_
     assert isinstance(found, Manifest) and found.limits.max_k == completion_servers.MAX_LOGPROBS
 
 
-def test_a_pool_runs_on_external_servers_of_another_kind(
+def test_a_pool_scores_with_external_vllm_servers(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     async def run() -> list[TeacherScores]:
@@ -154,10 +154,10 @@ def test_a_pool_runs_on_external_servers_of_another_kind(
 
 @pytest.mark.parametrize("determinism", ["full", "fast"])
 @pytest.mark.parametrize("flavour", ["vllm", "sglang", "echo with ids"])
-def test_a_row_that_the_server_refuses_costs_only_itself(
+def test_a_row_that_the_server_refuses_fails_alone(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]], flavour: str, determinism: str
 ) -> None:
-    """Through the batches that a run composes, by key and by arrival. The replica stays in use."""
+    """In batches by key and by arrival. The replica stays healthy."""
     fake, url = fakes[flavour]
     items = random_items(9, 5, Signal.TOPK, 4)
     batcher: CallBatcher = BatchByKey(len(items)) if determinism == "full" else BatchByArrival()
@@ -190,7 +190,7 @@ def test_a_row_that_the_server_refuses_costs_only_itself(
     assert metrics.ejections == metrics.replicas[0].failures == 0
 
 
-def test_the_kind_of_a_server_is_found_out(
+def test_the_backend_of_an_external_server_is_detected(
     server: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     connect = connect_external(VOCAB, "f")
@@ -201,7 +201,7 @@ def test_the_kind_of_a_server_is_found_out(
         using(connect("math", "a", Endpoint(server, "wrong")), lambda c: c.manifest())
 
 
-def test_a_named_backend_is_taken_at_its_word(
+def test_a_backend_named_in_the_recipe_is_used_without_detection(
     server: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     def manifest(backend: Backend, url: str, token: str | None = None) -> object:
@@ -221,7 +221,7 @@ def test_a_named_backend_is_taken_at_its_word(
         manifest(Backend.NATIVE, fakes["vllm"][1])
 
 
-def test_a_served_model_answers_to_its_name_and_to_where_it_came_from(
+def test_a_served_model_is_accepted_by_name_by_path_and_by_folder_name(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     for name in ("served", str(model), f"/elsewhere/{model.name}"):
@@ -229,7 +229,9 @@ def test_a_served_model_answers_to_its_name_and_to_where_it_came_from(
         assert found.model == str(model)  # type: ignore[attr-defined]
 
 
-def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+def test_the_probe_finds_route_k_and_signals_of_each_server(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
     expected = {
         "vllm": (Route.GENERATE, 20, [Signal.SAMPLED, Signal.TOPK]),
         "old vllm": (Route.PROMPT_LOGPROBS, 32, [Signal.SAMPLED, Signal.TOPK]),
@@ -242,9 +244,11 @@ def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[Fake
         assert (found.route, found.max_k, found.signals) == (route, max_k, signals), flavour  # type: ignore[attr-defined]
 
 
-def test_a_route_that_fails_is_not_the_last(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
-    """SGLang without a tokenizer answers the completion API with a 500, and its own route as ever. If every route fails, the
-    server may only be out of order: nothing is concluded."""
+def test_the_probe_continues_after_a_failing_route_and_fails_if_all_routes_fail(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
+    """SGLang without a tokenizer answers the completion API with a 500 but its own route correctly. If every route
+    fails, the server may only be broken for the moment, so nothing is concluded about its capabilities."""
     for flavour in ("sglang", "no echo"):
         fake, url = fakes[flavour]
         fake.spoil = "no tokenizer"
@@ -259,7 +263,7 @@ def test_a_route_that_fails_is_not_the_last(fakes: dict[str, tuple[FakeCompletio
             fake.spoil = None
 
 
-def test_the_probe_asks_for_the_recipes_own_k(
+def test_the_probe_tries_the_k_of_the_recipe(
     fakes: dict[str, tuple[FakeCompletions, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completion_servers, "MAX_LOGPROBS", 13)
@@ -269,20 +273,20 @@ def test_the_probe_asks_for_the_recipes_own_k(
         assert found.max_k == most, k  # type: ignore[attr-defined]
 
 
-def test_a_candidate_that_is_not_usable_is_that_rows_refusal(
+def test_an_unusable_candidate_refuses_only_its_row(
     fakes: dict[str, tuple[FakeCompletions, str]],
 ) -> None:
-    """Such a server cannot leave ids out; the row is named, so that it alone is set aside."""
+    """Such a server cannot exclude ids. The error names the row, so that only this row becomes a dead letter."""
     items = [replace(one, tokens=one.tokens % 8) for one in random_items(2, 0, Signal.TOPK, 5)]
     client = completions(fakes["vllm"][1], usable=UsableIds(8))
     with pytest.raises(RequestRefused, match=r"row 'row-0-0': the teacher's candidate \d+ is not an id"):
         using(client, lambda c: c.score(items))
 
 
-def test_an_unusable_candidate_of_the_canary_costs_no_row(
+def test_an_unusable_candidate_of_the_canary_row_fails_no_row(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
-    """Every request carries the canary with the row's K; its candidates are not used."""
+    """Every request carries the canary row with the row's K; its candidates are not used."""
     items, url = random_items(1, 3, Signal.TOPK, 2), fakes["vllm"][1]
 
     async def run() -> list[TeacherScores]:
@@ -309,7 +313,7 @@ def test_an_unusable_candidate_of_the_canary_costs_no_row(
 def test_an_aligned_teacher_may_give_ids_beyond_its_tokenizer(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
-    """The aligner leaves them to the tail. Without alignment such a candidate is a wrong reply."""
+    """The aligner counts them to the tail. Without alignment such a candidate is a wrong reply."""
     items = [replace(one, tokens=one.tokens % 8) for one in random_items(2, 0, Signal.TOPK, 5)]
 
     def few(aligned: bool) -> CompletionsClient:
@@ -320,7 +324,9 @@ def test_an_aligned_teacher_may_give_ids_beyond_its_tokenizer(
         using(few(False), lambda c: c.score(items))
 
 
-def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+def test_a_server_without_usable_prompt_logprobs_is_refused_with_every_reason(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
     text = using(completions(fakes["echo as text"][1]), lambda c: c.capabilities())  # type: ignore[attr-defined]
     assert "come as text, not as token ids" in text.missing["topk 1"]  # type: ignore[attr-defined]
     with pytest.raises(TeacherError, match="gives no prompt logprobs for token ids") as caught:
@@ -333,7 +339,9 @@ def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions,
     )
 
 
-def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+def test_a_signal_or_k_beyond_the_servers_capabilities_is_refused(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
     manifest = using(completions(fakes["vllm"][1]), lambda c: c.manifest())
     with pytest.raises(
         TeacherError, match=r"cannot give hidden; its vllm backend offers sampled, topk; and gives at most 20"
@@ -354,7 +362,7 @@ def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompleti
     ],
 )
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
-def test_spoilt_answers_are_caught(
+def test_corrupted_answers_of_external_servers_are_detected_with_their_row(
     flavour: str, spoil: str, message: str, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
     fake, url = fakes[flavour]
@@ -363,7 +371,7 @@ def test_spoilt_answers_are_caught(
     client = completions(url)
 
     async def ask(c: ScoringClient) -> object:
-        await c.manifest()  # probed while it was still honest
+        await c.manifest()  # the probe gets correct answers
         fake.spoil = spoil
         return await c.score([item])
 
@@ -375,7 +383,7 @@ def test_spoilt_answers_are_caught(
     assert "teacher math, replica a, row 'row-s'" in str(caught.value)
 
 
-def test_a_server_that_serves_something_else_is_refused(
+def test_a_server_that_serves_another_model_is_refused(
     fakes: dict[str, tuple[FakeCompletions, str]],
 ) -> None:
     with pytest.raises(TeacherError, match="serves no model 'other'; it serves served"):
@@ -383,7 +391,7 @@ def test_a_server_that_serves_something_else_is_refused(
 
 
 @pytest.mark.parametrize("flavour", ["vllm", "old vllm", "echo with ids"])
-def test_a_server_that_takes_no_pictures_is_a_teacher_of_text(
+def test_a_server_without_pictures_scores_text_rows_and_refuses_rows_with_pictures(
     fakes: dict[str, tuple[FakeCompletions, str]], flavour: str, tmp_path: Path
 ) -> None:
     store = MediaStore(tmp_path)

@@ -1,4 +1,4 @@
-"""`understudy serve-teacher` and `understudy score`, as a user types them."""
+"""The commands `understudy serve-teacher` and `understudy score`."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def address(process: Command, log: Path) -> str:
 
 
 def score(url: str, rows: Path, *options: str, token: str) -> subprocess.CompletedProcess[str]:
-    """As a new Python, which shows that standard output has nothing but scores."""
+    """Runs `score` in a new process, which shows that standard output holds nothing but scores."""
     command = [sys.executable, "-m", "understudy.cli.main", "score", url, str(rows), *options]
     env = {**os.environ, "UNDERSTUDY_TOKEN": token}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
@@ -61,7 +61,7 @@ def read_scores(items: list[ScoreItem], lines: list[str]) -> list[TeacherScores]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_teacher_served_by_hand_scores_a_file(
+def test_serve_teacher_and_score_give_plain_scores_for_a_file(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_model(tmp_path / "model", seed=5)
@@ -71,7 +71,7 @@ def test_a_teacher_served_by_hand_scores_a_file(
     )
     try:
         url = address(process, log)
-        assert "token:" not in log.read_text(), "one that was given is not shown"
+        assert "token:" not in log.read_text(), "a token from the environment must not be printed"
         items = [*random_items(70, 1, Signal.TOPK, 3, lengths=(3, 6)), *random_items(2, 2, Signal.AT_IDS, 4)]
         rows = tmp_path / "rows.jsonl"
         lines = [
@@ -99,12 +99,14 @@ def test_a_teacher_served_by_hand_scores_a_file(
 
 
 @pytest.mark.slow
-def test_a_replica_that_loses_a_rank_ends(tmp_path: Path) -> None:
+def test_serve_teacher_exits_when_a_rank_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     process = serve(write_model(tmp_path / "model"), log, "--tensor-parallel", "2")
     try:
         address(process, log)
-        assert re.search(r"token: \S{20,}", log.read_text()), "one is made and shown where none was given"
+        assert re.search(r"token: \S{20,}", log.read_text()), (
+            "without a given token one must be generated and printed"
+        )
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         assert process.wait(60) != 0
@@ -114,7 +116,7 @@ def test_a_replica_that_loses_a_rank_ends(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_other_addresses_need_a_token(tmp_path: Path) -> None:
+def test_serve_teacher_refuses_a_non_loopback_bind_without_a_token(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     process = serve(write_model(tmp_path / "model"), log, "--bind", "0.0.0.0:0")
     assert process.wait(120) == 2 and "refused without a token" in log.read_text()

@@ -1,4 +1,4 @@
-"""docs/teacher-protocol.md is enough: a client written from it alone gets the same scores, and its example is right."""
+"""docs/teacher-protocol.md is complete: a client written from it alone gets the same scores; its example is right."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ def as_dict(item: ScoreItem) -> dict[str, Any]:
     }
 
 
-def test_the_second_client_uses_nothing_of_ours() -> None:
+def test_the_second_client_imports_only_the_standard_library() -> None:
     source = Path(second_client.__file__).read_text()
     assert set(re.findall(r"^(?:import|from) (\S+)", source, re.MULTILINE)) == {
         "hashlib",
@@ -40,7 +40,7 @@ def test_the_second_client_uses_nothing_of_ours() -> None:
     }
 
 
-def test_both_clients_get_the_same_scores(server: str) -> None:
+def test_the_second_client_gets_the_same_scores_as_replica_client(server: str) -> None:
     items = (
         random_items(3, 1, Signal.TOPK, 5)
         + random_items(2, 2, Signal.SAMPLED)
@@ -69,7 +69,7 @@ def test_both_clients_get_the_same_scores(server: str) -> None:
             np.testing.assert_array_equal(a.hidden, np.array(b["hidden"], np.uint16))
 
 
-def test_the_second_client_hears_refusals(server: str) -> None:
+def test_the_second_client_gets_the_status_and_kind_of_a_refusal(server: str) -> None:
     item = as_dict(random_items(1, 0, Signal.TOPK, 17)[0])
     with pytest.raises(RuntimeError, match="400 k: K = 17"):
         second_client.score(server, TOKEN, [item])
@@ -83,7 +83,7 @@ def worked_example() -> list[ScoreItem]:
     return [a, b]
 
 
-def test_the_worked_example_is_the_frame_both_clients_send() -> None:
+def test_the_pages_worked_example_is_the_frame_that_both_clients_send() -> None:
     block = PAGE.read_text().split("### A worked example")[1].split("```")[1]
     shown = b""
     for line in block.strip().splitlines():

@@ -1,4 +1,4 @@
-"""A real replica process over HTTP: right scores, clear refusals, and it stays up whatever it is sent."""
+"""A real replica process over HTTP: correct scores, clear refusals, and it keeps serving after invalid requests."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def frame(items: list[ScoreItem]) -> bytes:
     return encode_request(request_of(items))
 
 
-def test_scores_over_the_wire_are_the_scorers_own_to_the_bit(server: str, model: Path) -> None:
+def test_scores_over_http_equal_the_scorers_own_to_the_bit(server: str, model: Path) -> None:
     items = (
         random_items(20, 1, Signal.TOPK, 8)
         + random_items(3, 2, Signal.AT_IDS, 4)
@@ -65,8 +65,8 @@ def test_scores_over_the_wire_are_the_scorers_own_to_the_bit(server: str, model:
             np.testing.assert_array_equal(getattr(sent, name), getattr(own, name), err_msg=name)
 
 
-def test_scores_do_not_depend_on_who_else_asks(server: str) -> None:
-    """Requests in flight at once are never mixed (batching = by_request)."""
+def test_scores_do_not_depend_on_concurrent_requests(server: str) -> None:
+    """Concurrent requests are never merged (batching = by_request)."""
     requests = [random_items(6, seed, Signal.TOPK, 4) for seed in range(12)]
     alone = [scored(server, items) for items in requests]
 
@@ -79,7 +79,7 @@ def test_scores_do_not_depend_on_who_else_asks(server: str) -> None:
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-def test_it_says_what_it_is(server: str, model: Path) -> None:
+def test_a_replica_reports_manifest_vocabulary_head_health_and_metrics(server: str, model: Path) -> None:
     async def ask() -> None:
         async with ReplicaClient(server, TOKEN) as client:
             manifest = await client.manifest()
@@ -121,10 +121,10 @@ def test_every_route_but_health_needs_the_token(server: str, path: str, token: s
     assert HTTP.get(f"{server}/health", headers=headers).status_code == 200
 
 
-def test_without_a_token_only_loopback_names_are_answered(
+def test_a_replica_without_a_token_answers_only_loopback_host_headers(
     model: Path, fork_server: ReplicaForkServer
 ) -> None:
-    """A page that makes its own name point here (DNS rebinding) carries that name in the Host header."""
+    """A web page that attacks by DNS rebinding sends its own name in the Host header."""
     url = asyncio.run(fork_server.fork(model, ["--token-env", "NO_SUCH_VARIABLE"]).ready()).url
     assert HTTP.get(f"{url}/manifest").status_code == 200
     assert HTTP.get(f"{url}/manifest", headers={"Host": "localhost:1"}).status_code == 200
@@ -166,7 +166,7 @@ def named_outside() -> bytes:
         (lambda: frame([]), 400, "empty", "at least one"),
     ],
 )
-def test_what_it_will_not_serve_it_refuses_with_the_reason(
+def test_a_replica_refuses_invalid_requests_with_status_kind_and_reason(
     server: str, make, status: int, kind: str, message: str
 ) -> None:
     response = post(server, make())
@@ -176,7 +176,7 @@ def test_what_it_will_not_serve_it_refuses_with_the_reason(
     assert still_scores(server)
 
 
-def test_a_body_that_lies_about_its_length_is_cut_off(server: str) -> None:
+def test_a_streamed_body_beyond_the_byte_limit_is_refused(server: str) -> None:
     def endless():
         for _ in range(200):
             yield b"x" * 1000
@@ -187,7 +187,7 @@ def test_a_body_that_lies_about_its_length_is_cut_off(server: str) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_frames_are_4xx_or_scored(server: str, data: st.DataObject) -> None:
+def test_damaged_frames_get_a_4xx_answer_or_scores(server: str, data: st.DataObject) -> None:
     damaged = bytearray(frame(random_items(3, 1, Signal.TOPK, 4) + random_items(1, 2, Signal.AT_IDS, 2)))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(damaged) - 1))
@@ -196,13 +196,13 @@ def test_damaged_frames_are_4xx_or_scored(server: str, data: st.DataObject) -> N
     assert HTTP.get(f"{server}/health").status_code == 200
 
 
-def test_the_client_turns_a_refusal_into_an_error_that_names_the_replica(server: str) -> None:
+def test_a_refusal_becomes_an_error_that_names_the_replica(server: str) -> None:
     with pytest.raises(RequestRefused, match=r"teacher math, replica a: /v1/score refused \(400\): K = 17"):
         scored(server, random_items(1, 0, Signal.TOPK, 17))
 
 
-def test_health_answers_while_a_forward_runs(server: str) -> None:
-    """The forward has a thread of its own: /health need not wait for the queue before it."""
+def test_health_is_answered_while_a_forward_runs(server: str) -> None:
+    """The forward runs in its own thread, so /health does not wait for the queue."""
     frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(12)]
 
     async def ask() -> int:
@@ -217,7 +217,7 @@ def test_health_answers_while_a_forward_runs(server: str) -> None:
     assert asyncio.run(ask()) >= 3
 
 
-def test_a_client_that_hangs_up_gives_up_its_place(server: str) -> None:
+def test_requests_of_a_disconnected_client_leave_the_queue(server: str) -> None:
     frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(8)]
 
     async def waiting_requests(http: httpx.AsyncClient) -> int:
@@ -241,14 +241,16 @@ def test_a_client_that_hangs_up_gives_up_its_place(server: str) -> None:
 
 
 def refused_start(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a replica that cannot start prints; it exits with 2 and shows no stack."""
+    """The last line printed by a replica that cannot start. Asserts exit code 2 and no traceback."""
     assert main(["--name", "math", *argv]) == 2
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
     return printed.strip().splitlines()[-1]
 
 
-def test_a_port_in_use_is_one_clear_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replica_exits_with_a_one_line_error_when_its_port_is_in_use(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -259,7 +261,7 @@ def test_a_port_in_use_is_one_clear_line(model: Path, capsys: pytest.CaptureFixt
     )
 
 
-def test_any_other_bind_is_refused_without_a_token(
+def test_a_replica_refuses_a_non_loopback_bind_without_a_token(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNDERSTUDY_TOKEN", raising=False)
@@ -268,7 +270,7 @@ def test_any_other_bind_is_refused_without_a_token(
     assert "expected HOST:PORT" in refused_start(capsys, "--model", str(model), "--bind", "8000")
 
 
-def test_a_missing_or_too_short_model_is_one_clear_line(
+def test_a_replica_exits_with_a_one_line_error_for_a_missing_model_or_too_long_max_length(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "error: no model at" in refused_start(capsys, "--model", str(tmp_path / "nowhere"))
@@ -276,8 +278,8 @@ def test_a_missing_or_too_short_model_is_one_clear_line(
     assert "--max-length 100000" in line and "holds 256 positions" in line
 
 
-def test_it_ends_with_its_launcher(model: Path, tmp_path: Path) -> None:
-    """Started as a launcher would, with a pipe; when the pipe closes, its launcher is gone and it ends itself."""
+def test_a_replica_exits_when_its_launchers_pipe_closes(model: Path, tmp_path: Path) -> None:
+    """The pipe closes when its launcher dies."""
     orphan = spawn_replica(model, tmp_path)
     try:
         await_ready(orphan, tmp_path)
@@ -288,7 +290,7 @@ def test_it_ends_with_its_launcher(model: Path, tmp_path: Path) -> None:
         orphan.end()
 
 
-def test_it_finishes_and_exits_on_sigterm(model: Path, fork_server: ReplicaForkServer) -> None:
+def test_a_replica_exits_with_code_0_on_sigterm(model: Path, fork_server: ReplicaForkServer) -> None:
     polite = fork_server.fork(model, ["--batching", "by_arrival"])
     url = asyncio.run(polite.ready()).url
     assert json.loads((polite.folder / "ready.json").read_text()) == {"url": url, "pid": polite.pid}

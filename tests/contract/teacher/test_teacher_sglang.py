@@ -1,4 +1,4 @@
-"""A real SGLang as a teacher, in an environment of its own: UNDERSTUDY_SGLANG_PYTHON names the Python that can import sglang."""
+"""A real SGLang as a teacher. UNDERSTUDY_SGLANG_PYTHON names the Python that can import sglang."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 KEY = "a-key"
 ATOL = 1e-4
-"""SGLang's float32 on a CPU against a float64 forward."""
+"""Tolerance between SGLang's float32 on a CPU and a float64 forward."""
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +52,18 @@ def scores_of(url: str, items: list[ScoreItem], **changes: object) -> list[Teach
     return scores
 
 
-def test_its_scores_are_a_plain_forwards(sglang: str, served: Path) -> None:
-    """Rows of unequal length that arrive together, some from the first position on, some from the middle."""
+def test_sglang_scores_equal_a_plain_forward(sglang: str, served: Path) -> None:
+    """Rows of unequal length arrive together, some scored from the first position on, some from the middle."""
     items = random_items(12, 1, Signal.TOPK, 8) + random_items(8, 2, Signal.SAMPLED, lengths=(3, 200))
     assert_plain(served, items, scores_of(sglang, items), ATOL)
 
 
-def test_many_rows_at_once(sglang: str, served: Path) -> None:
+def test_many_rows_at_once_score_like_a_plain_forward(sglang: str, served: Path) -> None:
     items = random_items(64, 3, Signal.TOPK, 5, lengths=(20, 120))
     assert_plain(served, items, scores_of(sglang, items, in_flight=64), ATOL)
 
 
-def test_the_first_the_last_and_a_single_position(sglang: str, served: Path) -> None:
+def test_first_last_and_single_positions_score_like_a_plain_forward(sglang: str, served: Path) -> None:
     tokens = np.random.default_rng(4).integers(0, VOCAB, 50).astype(np.int32)
     chosen = ([1], [49], [1, 49], [7], list(range(1, 50)), list(range(40, 50)))
     items = [
@@ -73,15 +73,15 @@ def test_the_first_the_last_and_a_single_position(sglang: str, served: Path) -> 
     assert_plain(served, items, scores_of(sglang, items), ATOL)
 
 
-def test_the_last_id_of_the_vocabulary(sglang: str, served: Path) -> None:
-    """SGLang names it 0 in its answer."""
+def test_the_last_id_of_the_vocabulary_scores_like_a_plain_forward(sglang: str, served: Path) -> None:
+    """SGLang reports it as id 0 in its answer."""
     tokens = np.array([3, VOCAB - 1, 5, VOCAB - 1, VOCAB - 1, 0], np.int32)
     item = ScoreItem("row", tokens, np.arange(1, 6, dtype=np.int32), Signal.TOPK, 2)
     assert_plain(served, [item], scores_of(sglang, [item]), ATOL)
 
 
-def test_cached_prefixes_change_nothing(sglang: str, served: Path) -> None:
-    """The same row again, from an earlier position, and rows that share its prefix: no log-probability is lost."""
+def test_prefix_caching_does_not_change_the_scores(sglang: str, served: Path) -> None:
+    """The same row is scored again, also from an earlier position, and so are rows that share its prefix."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, 120).astype(np.int32)
     rows = [
@@ -104,7 +104,7 @@ def test_cached_prefixes_change_nothing(sglang: str, served: Path) -> None:
     assert_plain(served, items, scores, ATOL)
 
 
-def test_the_probe_takes_the_recipes_k_and_the_kind_is_found_out(sglang: str) -> None:
+def test_the_probe_finds_the_recipes_k_and_detects_the_backend(sglang: str) -> None:
     for k, most in ((0, 32), (7, 7), (VOCAB, VOCAB)):
         found = using(client(sglang, k=k), lambda c: c.capabilities())  # type: ignore[attr-defined]
         assert isinstance(found, Capabilities)
@@ -116,7 +116,7 @@ def test_the_probe_takes_the_recipes_k_and_the_kind_is_found_out(sglang: str) ->
         assert (manifest.backend, manifest.limits.max_length, manifest.limits.max_k) == ("sglang", 256, 7)
 
 
-def test_what_it_cannot_do_is_refused_in_words(sglang: str) -> None:
+def test_unsupported_k_wrong_token_and_long_rows_are_refused_with_the_reason(sglang: str) -> None:
     with pytest.raises(RequestRefused, match="k = 8; this server gives sampled, topk with k ≤ 7"):
         scores_of(sglang, random_items(1, 0, Signal.TOPK, 8), k=7)
     with pytest.raises(RequestRefused, match="401"):
@@ -126,7 +126,7 @@ def test_what_it_cannot_do_is_refused_in_words(sglang: str) -> None:
         scores_of(sglang, random_items(1, 0, Signal.SAMPLED, lengths=(300, 301)))
 
 
-def test_a_candidate_that_is_not_usable_is_that_rows_refusal(sglang: str) -> None:
+def test_an_unusable_sglang_candidate_refuses_only_its_row(sglang: str) -> None:
     few = [
         ScoreItem(one.key, one.tokens % 8, one.positions, one.signal, one.k)
         for one in random_items(2, 0, Signal.TOPK, 5)
@@ -135,7 +135,7 @@ def test_a_candidate_that_is_not_usable_is_that_rows_refusal(sglang: str) -> Non
         scores_of(sglang, few, usable=UsableIds(8))
 
 
-def test_it_is_identified_by_its_scores_again_and_again(sglang: str) -> None:
+def test_repeated_identification_gives_the_same_probe_scores(sglang: str) -> None:
     async def run() -> None:
         asked = client(sglang)
         first, second = await identify(asked), await identify(asked)
@@ -146,7 +146,7 @@ def test_it_is_identified_by_its_scores_again_and_again(sglang: str) -> None:
     asyncio.run(run())
 
 
-def test_a_run_under_it_equals_a_run_under_our_own_replica(
+def test_a_run_with_an_sglang_teacher_equals_a_run_with_a_native_replica(
     sglang: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_KEY", KEY)

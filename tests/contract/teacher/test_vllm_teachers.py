@@ -1,6 +1,6 @@
-"""vLLM servers that a run starts as teachers: restarted when they die, given up with their last words, ended with the run.
+"""vLLM servers that a run starts as teachers: restarted when they die, given up with their log, ended with the run.
 
-The launcher, the parent process, the pool and the client are the real ones; `bigram_server` stands in for vLLM.
+The launcher, the parent process, the pool and the client are the real ones. `bigram_server` stands in for vLLM.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def with_teacher(
     processes: type[LocalProcesses] = LocalProcesses,
     **teacher: Any,
 ) -> None:
-    """Runs `body` with the pool of one vLLM teacher; nothing of it is left afterwards."""
+    """Runs `body` with the pool of one vLLM teacher. Asserts that no process of it is left afterwards."""
     for key, value in stand_in(folder, plan).items():
         monkeypatch.setenv(key, value)
     model = str(write_model(folder / "model", "llama"))
@@ -88,7 +88,7 @@ def with_teacher(
 
 
 def running_servers(folder: Path) -> list[int]:
-    """Servers of this test, children of the test's process or not."""
+    """Process ids of this test's servers, including those that are not children of the test's process."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         command = " ".join(process.info["cmdline"] or [])
@@ -112,7 +112,7 @@ def child_of(processes: LocalProcesses, replica: int = 0) -> Child:
     return processes.children[f"teacher-big-{replica}"]
 
 
-def test_it_is_started_with_what_the_recipe_says_and_scores(
+def test_a_vllm_teacher_is_started_with_the_recipes_settings_and_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
@@ -121,7 +121,9 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
         manifest = pool.manifest
         assert manifest.backend == "vllm" and manifest.limits.max_k == K
         assert manifest.limits.max_length == 48 and manifest.batching is RequestBatching.BY_REQUEST
-        assert child_of(processes).ready["socket"], "reached by a socket that only this user can open"
+        assert child_of(processes).ready["socket"], (
+            "a local server must be reached by a socket that only this user can open"
+        )
 
     with_teacher(
         tmp_path,
@@ -143,7 +145,7 @@ def test_it_is_started_with_what_the_recipe_says_and_scores(
 
 
 @pytest.mark.parametrize("killed", ["server", "pid"], ids=["the server", "its parent process"])
-def test_killed_it_is_started_again_and_no_row_is_lost(
+def test_a_killed_vllm_teacher_is_restarted_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
     async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
@@ -164,7 +166,7 @@ def test_killed_it_is_started_again_and_no_row_is_lost(
     assert len(lives(tmp_path)) == 2
 
 
-def test_one_of_two_dies_in_a_request_and_the_other_answers(
+def test_a_request_is_retried_on_the_other_vllm_server_when_one_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
@@ -176,7 +178,7 @@ def test_one_of_two_dies_in_a_request_and_the_other_answers(
     with_teacher(tmp_path, monkeypatch, body, plan="12,serves", replicas=2)
 
 
-def test_given_up_after_its_restarts_with_its_last_words(
+def test_a_vllm_teacher_is_given_up_after_its_restarts_with_the_last_line_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
@@ -195,25 +197,25 @@ def test_given_up_after_its_restarts_with_its_last_words(
     assert len(lives(tmp_path)) == 2
 
 
-def test_one_that_never_starts_ends_the_run_with_its_last_words(
+def test_a_vllm_teacher_that_never_starts_ends_the_run_with_the_last_line_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:
-        raise AssertionError("it started")
+        raise AssertionError("the server started")
 
     with pytest.raises(UnderstudyError, match="No available memory for the cache blocks"):
         with_teacher(tmp_path, monkeypatch, never, plan="dies at once")
 
 
 class RemoteProcesses(LocalProcesses):
-    """Processes that are taken to be on other machines."""
+    """Local processes reported as being on other machines."""
 
     def is_remote(self, name: str) -> bool:
         return True
 
 
 @pytest.mark.slow
-def test_on_another_machine_it_answers_through_a_proxy_that_asks_for_the_token(
+def test_a_remote_vllm_teacher_is_reached_through_a_proxy_that_needs_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(pool: TeacherPool, processes: LocalProcesses, events: list[PoolEvent]) -> None:

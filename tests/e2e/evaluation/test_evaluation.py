@@ -1,4 +1,4 @@
-"""Evaluation inside a run: sampled measures, the best checkpoint, and the commands that use it."""
+"""Evaluation in a run and by `eval`: metrics over several samples, the best checkpoint, export and resume."""
 
 import json
 import shutil
@@ -25,15 +25,16 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("evaluated")
 
 
-def evaluated(place: Path, recipe: Make) -> Path:
-    """A run that forgets: after two steps the learning rate has wrecked it, so the best is not the last. Made once."""
-    run = place / "run"
+def evaluated_run(module_folder: Path, recipe: Make) -> Path:
+    """A run with a learning rate so high that accuracy drops after two steps: its best checkpoint is not its last.
+    Trained once for all tests of this file."""
+    run = module_folder / "run"
     if not (run / "report.html").exists():
-        data = place / "eval.jsonl"
+        data = module_folder / "eval.jsonl"
         lines = Path(recipe()["data"]["train"]).read_text().splitlines()
         data.write_text("\n".join(lines[:24]) + "\n")
         table = recipe(
@@ -45,13 +46,13 @@ def evaluated(place: Path, recipe: Make) -> Path:
             trainer__learning_rate=1e-1,
         )
         table["run"]["dir"] = str(run)
-        code, output = call_cli("train", str(write_toml(place / "r.toml", table)), "--quiet")
+        code, output = call_cli("train", str(write_toml(module_folder / "r.toml", table)), "--quiet")
         assert code == 0, output
     return run
 
 
-def test_measures_are_there_for_every_source(place: Path, recipe: Make) -> None:
-    lines = read_metrics(evaluated(place, recipe) / "metrics.jsonl")
+def test_validation_metrics_are_written_for_every_data_source(module_folder: Path, recipe: Make) -> None:
+    lines = read_metrics(evaluated_run(module_folder, recipe) / "metrics.jsonl")
     for line in lines:
         for name in ("accuracy", "avg@3", "pass@1", "pass@2", "pass@3"):
             assert {f"val/{name}", f"val/{name}/add", f"val/{name}/sort"} <= line.keys()
@@ -60,18 +61,22 @@ def test_measures_are_there_for_every_source(place: Path, recipe: Make) -> None:
     assert lines[0]["val/pass@3"] > lines[0]["val/pass@1"] > 0, "samples of one problem differ"
 
 
-def test_the_best_checkpoint_outlives_the_others(place: Path, recipe: Make) -> None:
-    run = evaluated(place, recipe)
+def test_the_best_checkpoint_is_kept_when_older_ones_are_deleted(module_folder: Path, recipe: Make) -> None:
+    run = evaluated_run(module_folder, recipe)
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] >= 1]
     best = max(lines, key=lambda line: (line["val/accuracy"], -line["step"]))["step"]
     store = CheckpointStore(run / "checkpoints")
-    assert store.marked("best") == best and best < 4, "the run was made to forget"
+    assert store.marked("best") == best and best < 4, (
+        "the learning rate should lower the accuracy after step 2"
+    )
     assert store.steps() == [best, 4, 6]
 
 
 @pytest.mark.slow
-def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Path) -> None:
-    run = evaluated(place, recipe)
+def test_export_and_eval_with_best_use_the_best_checkpoint(
+    module_folder: Path, recipe: Make, tmp_path: Path
+) -> None:
+    run = evaluated_run(module_folder, recipe)
     store = CheckpointStore(run / "checkpoints")
     out = tmp_path / "model"
     code, output = run_cli("export", str(run), str(out), "--best")
@@ -90,11 +95,12 @@ def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Pat
 
 
 @pytest.mark.parametrize("trouble", ["missing", "damaged"])
-def test_a_model_is_whole_without_the_optimizer_s_state(
-    place: Path, recipe: Make, tmp_path: Path, trouble: str
+def test_export_and_eval_do_not_need_the_optimizer_state(
+    module_folder: Path, recipe: Make, tmp_path: Path, trouble: str
 ) -> None:
-    """`export` and `eval` used to refuse a checkpoint whose weights were whole. A resume does so still."""
-    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    """They used to refuse a checkpoint with intact weights whose optimizer state was missing or damaged. `resume` still
+    refuses it."""
+    run = shutil.copytree(evaluated_run(module_folder, recipe), tmp_path / "run")
     files = sorted((run / "checkpoints").glob("step-*/optimizer.safetensors"))
     for file in files:
         content = file.read_bytes()
@@ -120,12 +126,13 @@ def test_a_model_is_whole_without_the_optimizer_s_state(
 
 
 @pytest.mark.slow
-def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
-    place: Path, recipe: Make, tmp_path: Path
+def test_resume_is_refused_without_deleting_anything_when_two_checkpoints_are_damaged(
+    module_folder: Path, recipe: Make, tmp_path: Path
 ) -> None:
-    """The newest checkpoint is damaged, and the one before it too once the run has gone back to it. What is left is the best one. The
-    journal cannot return so far, which used to be found after the metrics were cut and the damaged checkpoint was removed."""
-    run = shutil.copytree(evaluated(place, recipe), tmp_path / "run")
+    """The newest checkpoint is damaged; the run goes back to the one before it, and then that one is damaged
+    too. Only the best checkpoint is left, and the journal no longer holds the rows after it. `resume` used to
+    notice that only after it had cut the metrics and removed the damaged checkpoint."""
+    run = shutil.copytree(evaluated_run(module_folder, recipe), tmp_path / "run")
     store, lines = CheckpointStore(run / "checkpoints"), read_metrics(run / "metrics.jsonl")
     best = store.marked("best")
     damage(run, 6)
@@ -146,7 +153,7 @@ def test_a_second_damaged_checkpoint_is_refused_before_anything_is_lost(
 
 
 def damage(run: Path, step: int) -> bytes:
-    """Changes a byte of a checkpoint's weights; returns what they were."""
+    """Changes a byte of a checkpoint's weights; returns the original content of the file."""
     file = run / "checkpoints" / f"step-{step:06d}" / "model.safetensors"
     content = file.read_bytes()
     file.unlink()
@@ -154,18 +161,22 @@ def damage(run: Path, step: int) -> bytes:
     return content
 
 
-def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
-    run = evaluated(place, recipe)
-    code, output = call_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
+def test_eval_refuses_best_for_a_model_folder_and_a_missing_data_file(
+    module_folder: Path, recipe: Make, tmp_path: Path
+) -> None:
+    run = evaluated_run(module_folder, recipe)
+    code, output = call_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(module_folder / "eval.jsonl"),
                             "--reward", "understudy.rollout.rewards.builtin:exact_match")  # fmt: skip
     assert code == 2 and "--best chooses among the checkpoints of a run" in output
-    code, output = call_cli("eval", str(run), "--data", str(place / "none.jsonl"))
+    code, output = call_cli("eval", str(run), "--data", str(module_folder / "none.jsonl"))
     assert code == 2 and "error: --data: dataset" in output and "loading" not in output, output
 
 
 @pytest.mark.slow
-def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: Make) -> None:
-    run = evaluated(place, recipe)
+def test_resume_lists_changed_keys_and_refuses_those_that_cannot_change(
+    module_folder: Path, recipe: Make
+) -> None:
+    run = evaluated_run(module_folder, recipe)
     before = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
     code, output = run_cli("resume", str(run), "loss.topk=4", "run.seed=3")
     assert code == 2 and output.count("cannot resume with") == 2 and "Traceback" not in output, output
@@ -179,10 +190,10 @@ def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: 
 
 
 @pytest.mark.slow
-def test_the_command_measures_the_model_that_was_measured(
+def test_eval_of_a_run_uses_the_run_s_repetition_penalty_and_dtype(
     recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A penalty and a precision that change greedy answers: `eval RUN` heeds both, as `val/accuracy` did."""
+    """Both change greedy answers, so `eval RUN` gives the run's `val/accuracy` only if it uses them."""
     data = tmp_path / "eval.jsonl"
     data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:24]) + "\n")
     reward = "small_rewards:varied"
@@ -200,12 +211,12 @@ def test_the_command_measures_the_model_that_was_measured(
     )
     other = understudy.train(plain, progress=False)
     assert abs(other.metrics[0]["val/accuracy"] - run.metrics[0]["val/accuracy"]) > 1e-3, (
-        "it does change them"
+        "the repetition penalty should change the accuracy"
     )
 
 
 @pytest.mark.slow
-def test_evaluations_have_the_budget_of_the_run_s_trajectories(
+def test_evaluators_use_the_run_s_max_trajectory_tokens(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Evaluator] = []
@@ -224,16 +235,18 @@ def test_evaluations_have_the_budget_of_the_run_s_trajectories(
 
 
 @pytest.mark.parametrize("model", ["a run", "a model"])
-def test_a_reward_in_the_current_folder_is_found(
-    model: str, place: Path, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_eval_finds_a_reward_module_in_the_current_folder(
+    model: str, module_folder: Path, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `train` finds one beside its recipe, and nothing is said of it to Python."""
-    measured = evaluated(place, recipe) if model == "a run" else Path(recipe()["student"]["model"])
+    """Without PYTHONPATH, as `train` finds a module beside its recipe."""
+    measured = (
+        evaluated_run(module_folder, recipe) if model == "a run" else Path(recipe()["student"]["model"])
+    )
     (tmp_path / "reward_in_a_folder.py").write_text(
         "def always(row, text):\n    return 1.0\n\ndef points(row, text):\n    return 7.5\n"
     )
     monkeypatch.chdir(tmp_path)
-    arguments = ["--data", str(place / "eval.jsonl"), "--samples", "2", "--max-new-tokens", "4"]
+    arguments = ["--data", str(module_folder / "eval.jsonl"), "--samples", "2", "--max-new-tokens", "4"]
     code, output = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:always", *arguments)
     assert code == 0 and "accuracy                         1.0000" in output, output
     code, output = call_cli("eval", str(measured), "--reward", "reward_in_a_folder:points", *arguments)
@@ -241,13 +254,16 @@ def test_a_reward_in_the_current_folder_is_found(
         output
     )
     code, output = call_cli("eval", str(measured), "--reward", "nowhere_at_all:f", *arguments)
-    assert code == 2 and f"modules are looked up in {tmp_path}" in output.replace(f"{place}, ", ""), output
+    assert code == 2 and f"modules are looked up in {tmp_path}" in output.replace(f"{module_folder}, ", ""), (
+        output
+    )
 
 
-def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_the_whole_context(
+def test_the_evaluation_engine_is_sized_for_the_longest_prompt_plus_the_answer(
     tmp_path: Path, recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU it reserves keys and values for rows of that length: a whole context of 32,768 tokens does not fit."""
+    """On a GPU the engine reserves keys and values for rows of its maximum length: a whole context of 32,768
+    tokens does not fit."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:6]
     data = tmp_path / "eval.jsonl"
     data.write_text("\n".join(lines) + "\n")
@@ -272,10 +288,10 @@ def test_an_engine_that_evaluates_is_made_for_the_longest_problem_and_not_for_th
     assert code == 0 and lengths == [longest + 5], output
 
 
-def test_batch_and_number_format_of_a_model_that_is_no_run(
+def test_eval_of_a_model_folder_uses_max_batch_and_dtype_from_its_flags(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of a billion parameters is measured in float32, 64 answers at a time, unless both can be said."""
+    """The defaults, float32 and 64 answers at a time, are too much for a model of a billion parameters."""
     data = tmp_path / "eval.jsonl"
     data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:3]) + "\n")
     made: list[tuple[str, int]] = []
@@ -293,10 +309,11 @@ def test_batch_and_number_format_of_a_model_that_is_no_run(
     assert made == [("torch.float32", 64), ("torch.bfloat16", 2)]
 
 
-def test_teachers_are_evaluated_within_the_context_of_the_student(
+def test_teachers_are_evaluated_with_the_student_s_context_length(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A teacher's engine took the model's whole context: with an agent loop on a GPU too much to reserve for every row."""
+    """A teacher's engine used to be sized for the model's whole context, too much memory per row on a GPU with an agent
+    loop."""
     data = tmp_path / "eval.jsonl"
     data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:4]) + "\n")
     contexts: list[int] = []
@@ -307,14 +324,14 @@ def test_teachers_are_evaluated_within_the_context_of_the_student(
     table = recipe(
         data__eval=str(data), trainer__steps=1, trainer__eval_teachers=True, rollout__context_length=48
     )
-    for key in table["teachers"]:  # of the fixture's servers nothing is measured
+    for key in table["teachers"]:  # external teachers, as in the fixture, are not evaluated
         table["teachers"][key] = {"model": str(ASSETS / "models" / f"teacher-{key}"), "key": key}
     understudy.train(table, progress=False)
     assert len(contexts) == 4 and set(contexts) == {48}, "the student, both teachers, then the student again"
 
 
-def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: Path) -> None:
-    """`--max-new-tokens` counts, not the run's own budget: it used to let problems through that then failed."""
+def test_eval_drops_problems_that_do_not_fit_beside_max_new_tokens(recipe: Make, tmp_path: Path) -> None:
+    """`eval` used to reckon with the run's own max_new_tokens: it kept problems that then failed for lack of room."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:3]
     long = json.loads(lines[0])
     long["messages"][0]["content"] = "+".join(["12"] * 30) + "="
@@ -339,10 +356,11 @@ def test_a_longer_answer_leaves_less_room_for_a_problem(recipe: Make, tmp_path: 
         ([], "--max-new-tokens 256 leaves no room for a problem"),
     ],
 )  # fmt: skip
-def test_an_evaluation_that_could_measure_nothing_is_refused(
+def test_eval_refuses_flags_with_which_no_problem_can_be_evaluated(
     tmp_path: Path, flags: list[str], message: str
 ) -> None:
-    """Without a run the answers have 256 tokens, twice what the quickstart's student holds: all problems failed."""
+    """Without a run the default is 256 answer tokens, twice the context of the quickstart's student: every problem used
+    to fail."""
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "12+34=", "answer": "46"}\n')
     reward = "understudy.rollout.rewards.builtin:exact_match"
     student = str(ASSETS / "models" / "student")

@@ -1,4 +1,5 @@
-"""An evaluation that goes wrong: bad answers are counted, and a broken one does not cost the step before it."""
+"""Failing evaluations: answers that cannot be scored are counted, and an evaluation that raises does not lose
+the step."""
 
 import asyncio
 import json
@@ -34,7 +35,9 @@ def held_out(recipe: Make, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
-def test_answers_that_cannot_be_scored_are_unsolved(recipe: Make, held_out: str, mode: str) -> None:
+def test_answers_without_a_reward_count_as_failed_and_unsolved(
+    recipe: Make, held_out: str, mode: str
+) -> None:
     run = understudy.train(
         recipe(
             data__eval=held_out, data__reward="small_rewards:broken_held_out", trainer__eval_k=2, trainer__steps=2,
@@ -67,8 +70,10 @@ def test_answers_that_cannot_be_scored_are_unsolved(recipe: Make, held_out: str,
     )
 
 
-def test_rewards_that_hang_are_unsolved_after_their_deadline(recipe: Make, tmp_path: Path) -> None:
-    """More of them than there are threads for rewards, before the first step and after the last: the others are scored."""
+def test_an_answer_whose_reward_hangs_counts_as_failed_after_the_deadline(
+    recipe: Make, tmp_path: Path
+) -> None:
+    """More rewards hang than there are reward threads, in both evaluations; the other answers are still scored."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[: 8 + 2 * _MOST]
     hanging = range(8, len(lines))
     rows = [{**json.loads(line), "trouble": 3 * (place in hanging)} for place, line in enumerate(lines)]
@@ -89,7 +94,7 @@ def test_rewards_that_hang_are_unsolved_after_their_deadline(recipe: Make, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_an_evaluation_that_breaks_keeps_the_step(
+def test_a_step_is_saved_when_the_evaluation_after_it_raises(
     recipe: Make, held_out: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
@@ -105,7 +110,7 @@ def test_an_evaluation_that_breaks_keeps_the_step(
     code, output = run_cli("resume", str(run), "trainer.eval_samples=10", "--quiet")
     assert code == 0, output
     evaluated = ["val/accuracy" in line for line in read_metrics(run / "metrics.jsonl")]
-    assert evaluated == [True, False, True, False, True], "the resume begins with the evaluation that broke"
+    assert evaluated == [True, False, True, False, True], "the resume begins with the evaluation that raised"
     report = audit(run)
     assert report.balanced and report.per_step == dict.fromkeys(range(1, 5), 16)
 
@@ -127,4 +132,4 @@ def test_an_evaluation_that_cannot_begin_closes_its_engine_and_removes_its_folde
         asyncio.run(evaluate_model(student, held_out, reward, 4, None, "no_such:Agent"))
     assert len(closed) == 1
     assert not list(tmp_path.glob("understudy-eval-*"))
-    del raised  # kept the frames until here: the folder was not removed by the garbage collector
+    del raised  # held the frames until here, so the garbage collector cannot have removed the folder

@@ -1,4 +1,4 @@
-"""`understudy eval --harness`: the real lm-evaluation-harness on a task of its own folder."""
+"""`understudy eval --harness`: the real lm-evaluation-harness on a task defined in a folder of the test."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-def own_perplexity() -> float:
+def expected_perplexity() -> float:
     """exp of the mean negative log-likelihood of the answers, by a plain forward."""
     tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
     total = 0.0
@@ -48,23 +48,23 @@ def own_perplexity() -> float:
 
 
 @pytest.mark.harness
-def test_the_harness_measures_what_a_plain_forward_gives(
+def test_the_harness_perplexity_equals_that_of_a_plain_forward_pass(
     tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tasks / "cache"))
     code, output = call_cli("eval", str(STUDENT), "--harness", "own_sums", "--harness-tasks", str(tasks))
     assert code == 0, output
     found = dict(line.rsplit(maxsplit=1) for line in output.splitlines() if line.startswith("own_sums/"))
-    assert float(found["own_sums/perplexity,none"]) == pytest.approx(own_perplexity(), rel=1e-3)
+    assert float(found["own_sums/perplexity,none"]) == pytest.approx(expected_perplexity(), rel=1e-3)
 
 
 @pytest.mark.harness
-def test_a_task_that_does_not_exist_is_said(tasks: Path) -> None:
+def test_a_harness_task_that_does_not_exist_is_refused(tasks: Path) -> None:
     code, output = call_cli("eval", str(STUDENT), "--harness", "no_such_task", "--harness-tasks", str(tasks))
     assert code == 2 and "has no task no_such_task" in output
 
 
-def test_refusals_come_before_torch() -> None:
+def test_flags_that_contradict_harness_and_a_missing_package_are_refused() -> None:
     code, output = call_cli("eval", str(STUDENT), "--harness-tasks", "x")
     assert code == 2 and "--harness-tasks is for --harness" in output
     code, output = call_cli("eval", str(STUDENT), "--harness", "a", "--k", "2")

@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def rows_in(folder: Path, text_rows: int = 0, count: int = 12) -> Path:
-    """Rows with a picture each, and rows without, routed by data_source."""
+    """Writes rows with one picture each and rows without, routed by data_source."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(count):
@@ -89,8 +89,8 @@ def changed_weights(run: Path, table: dict[str, Any]) -> set[str]:
     return {name for name, found in weights_of(run).items() if not np.array_equal(found, start[name].numpy())}
 
 
-def test_a_run_with_a_vision_and_a_text_teacher(tmp_path: Path) -> None:
-    """Trains the language part, stores each picture once, and its export reads pictures again."""
+def test_a_run_with_a_vision_and_a_text_teacher_trains_the_language_part_and_exports(tmp_path: Path) -> None:
+    """The run directory stores each picture once, and the exported folder has the image processor."""
     table = table_of(tmp_path, run__rollout_dump_every=1, data__eval=str(tmp_path / "data" / "train.jsonl"))
     run = train(tmp_path, table)
     moved = changed_weights(run, table)
@@ -111,7 +111,7 @@ def test_a_run_with_a_vision_and_a_text_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_with_pictures_gives_the_same_bits(tmp_path: Path) -> None:
     reference = train(tmp_path, table_of(tmp_path))
     table = table_of(tmp_path, run__dir=str(tmp_path / "killed"))
     recipe = write_toml(tmp_path / "killed.toml", table)
@@ -129,7 +129,7 @@ def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "idefics3"])
-def test_every_family_runs(family: str, tmp_path: Path) -> None:
+def test_each_vision_family_trains_its_vision_tower_and_exports(family: str, tmp_path: Path) -> None:
     table = table_of(tmp_path, family, student__freeze_vision=False)
     run = train(tmp_path, table)
     moved = changed_weights(run, table)
@@ -158,7 +158,9 @@ def test_every_family_runs(family: str, tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_ways_to_run(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_runs_with_pictures_train_with_each_schedule_process_layout_and_loss(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     text_rows = 0 if "teachers__read__model" in changes else 4
     changes = {name: value for name, value in changes.items() if value is not None}
     run = train(tmp_path, table_of(tmp_path, text_rows=text_rows, **changes))
@@ -168,7 +170,7 @@ def test_ways_to_run(changes: dict[str, Any], tmp_path: Path) -> None:
     assert any((run / "media").rglob("*"))
 
 
-def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
+def test_a_row_whose_picture_is_torn_or_missing_becomes_a_dead_letter(tmp_path: Path) -> None:
     table = table_of(tmp_path, text_rows=0, data__shuffle=False, trainer__max_dead_letters=0.9)
     (tmp_path / "data" / "1.png").write_bytes(b"torn")
     (tmp_path / "data" / "2.png").unlink()
@@ -198,7 +200,9 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
         ({"loss__task_coef": 1.0, "loss__advantage": "gae", "critic__learning_rate": 1e-4}, "a critic reads text only; leave [critic] out"),
     ],
 )  # fmt: skip
-def test_check_refuses_what_is_not_supported(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_check_refuses_settings_that_do_not_support_pictures(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     text = str(text_folder("qwen3_vl"))
     changes = {name: text if value == "text" else value for name, value in changes.items()}
     code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table_of(tmp_path, **changes))))

@@ -1,4 +1,4 @@
-"""The shapes recipe learns to look, and a control that sees no pictures stays at chance; a shortened form."""
+"""The shapes recipe, shortened: the student learns to read pictures, a control trained on empty pictures does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_student_learns_to_look_and_a_blind_one_does_not(tmp_path: Path) -> None:
+def test_a_student_with_pictures_learns_and_one_with_empty_pictures_stays_at_chance(tmp_path: Path) -> None:
     make = "--scenes 1500 --tower-steps 120 --teacher-steps 300 --student-steps 60"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""An engine that shares the trainer's tensors shares its features of pictures: the tower reads a picture once for both."""
+"""An engine that shares the trainer's tensors also shares its picture features: the vision tower runs once for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from understudy.trainers.sync import take_step
 
 
 @pytest.mark.slow
-def test_engine_and_trainer_of_one_process_read_a_picture_once(tmp_path: Path) -> None:
+def test_engine_and_trainer_in_one_process_compute_each_picture_s_features_once(tmp_path: Path) -> None:
     recipe = parse_recipe(table_of(tmp_path, text_rows=0))
 
     async def body() -> None:
@@ -38,7 +38,7 @@ def test_engine_and_trainer_of_one_process_read_a_picture_once(tmp_path: Path) -
                 assert features is not None and features is engine._features
                 names = list(features._kept)
                 assert features.computed == features.forwards == len(names) == 8, "eight prompts in a step"
-                # A resumed run may read in the trainer what the first launch read in the engine.
+                # A resumed run may compute in the trainer the features that the first launch computed in the engine.
                 by_engine, by_trainer = (
                     VisionFeatures(features._reader).of(model, names)
                     for model in (engine._model, policy.model)

@@ -1,4 +1,4 @@
-"""Runs whose engine or vision teacher is a vLLM server of their own, in the environment that UNDERSTUDY_VLLM_PYTHON names."""
+"""Runs that start vLLM (named by UNDERSTUDY_VLLM_PYTHON) as their engine or as their vision teacher."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def python() -> str:
     return found
 
 
-def test_a_run_whose_engine_is_vllm_trains_on_the_engine_s_own_probabilities(
+def test_vllm_engine_logprobs_equal_the_trainer_s_with_a_trained_vision_tower(
     tmp_path: Path, python: str
 ) -> None:
-    """All parts of the student are trained and reach vLLM: its log-probabilities are the trainer's at every step."""
+    """Trained weights of the language part and of the vision tower reach vLLM before each step."""
     table = table_of(
         tmp_path,
         student__model=str(make_model(tmp_path / "student", "qwen3_vl", hidden=128, heads=(2, 1))),
@@ -47,8 +47,10 @@ def test_a_run_whose_engine_is_vllm_trains_on_the_engine_s_own_probabilities(
     assert all(line["rollout_corr/abs_diff_max"] < 1e-3 for line in lines), lines
 
 
-def test_a_run_under_a_managed_vllm_teacher_is_that_under_a_native_one(tmp_path: Path, python: str) -> None:
-    """vLLM's softmax has the placeholders too, so losses differ a little."""
+def test_a_managed_vllm_vision_teacher_gives_nearly_the_losses_of_a_native_one(
+    tmp_path: Path, python: str
+) -> None:
+    """Losses differ a little because vLLM's softmax includes the image placeholders."""
     teacher = make_model(tmp_path / "teacher", "qwen3_vl", 3, hidden=128, heads=(2, 1))
     ours = {"model": str(teacher), "key": "see"}
     theirs = {**ours, "backend": "vllm", "vllm_python": python, "device": "cpu"}

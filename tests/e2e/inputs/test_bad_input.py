@@ -29,7 +29,7 @@ def refusal(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         for command in ("check", "train"):
             assert main([command, str(path)]) == 2
             lines = capsys.readouterr().err.splitlines(keepends=True)
-            # A busy machine may have taken long enough to be told how far it has come.
+            # On a busy machine the commands may also print progress messages.
             outputs.append(
                 "".join(line for line in lines if not line.startswith(("reading ", "checking ", "asking ")))
             )
@@ -54,31 +54,31 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_misspelt_key(refusal: Callable[..., str]) -> None:
+def test_a_misspelt_key_is_refused_with_a_suggestion(refusal: Callable[..., str]) -> None:
     assert "unknown key `loss.top_k`; did you mean `loss.topk`?" in refusal(loss__top_k=4)
 
 
-def test_wrong_type(refusal: Callable[..., str]) -> None:
+def test_a_value_of_the_wrong_type_is_refused(refusal: Callable[..., str]) -> None:
     assert "`trainer.steps` = 'ten'" in refusal(trainer__steps="ten")
 
 
-def test_eight_bits_without_a_gpu(refusal: Callable[..., str]) -> None:
+def test_an_fp8_kv_cache_without_a_gpu_is_refused(refusal: Callable[..., str]) -> None:
     assert (
         "rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = 'cpu' is a CPU here"
         in refusal(student__device="cpu", rollout__kv_cache="fp8")
     )
 
 
-def test_missing_model_folder(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     assert "no such folder" in refusal(student__model=str(tmp_path / "nowhere"))
 
 
-def test_folder_without_weights(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_a_model_folder_without_weights_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     folder = copy_model(tmp_path, lambda path: (path / "model.safetensors").unlink())
     assert "no *.safetensors" in refusal(student__model=folder)
 
 
-def test_teacher_with_another_tokenizer(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     def swap(folder: Path) -> None:
         def exchange(tokenizer: dict[str, Any]) -> None:
             vocab = tokenizer["model"]["vocab"]
@@ -95,7 +95,7 @@ def test_teacher_with_another_tokenizer(refusal: Callable[..., str], tmp_path: P
     assert "choose a teacher of the student's family" in " ".join(message.split())
 
 
-def test_teacher_without_the_students_eos(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_a_teacher_without_the_students_eos_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         edit(folder / "config.json", lambda config: config.update(vocab_size=1))
 
@@ -103,7 +103,7 @@ def test_teacher_without_the_students_eos(refusal: Callable[..., str], tmp_path:
     assert "which ends the student's turns, so no rollout could end" in " ".join(message.split())
 
 
-def test_port_in_use(refusal: Callable[..., str]) -> None:
+def test_a_teacher_port_in_use_is_refused(refusal: Callable[..., str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -132,39 +132,41 @@ def test_port_in_use(refusal: Callable[..., str]) -> None:
     ],
     ids=["no prompt", "bad json", "empty", "not an object", "no teacher for it", "too long"],
 )
-def test_bad_data(refusal: Callable[..., str], tmp_path: Path, text: str, expected: str) -> None:
+def test_malformed_training_data_is_refused(
+    refusal: Callable[..., str], tmp_path: Path, text: str, expected: str
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(text)
     assert expected in refusal(data__train=str(path)).replace("\n", " ")
 
 
-def test_missing_data_file(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_a_missing_data_file_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     assert "does not exist" in refusal(data__train=str(tmp_path / "none.jsonl"))
 
 
-def test_k_larger_than_the_vocabulary(refusal: Callable[..., str]) -> None:
+def test_a_topk_larger_than_the_vocabulary_is_refused(refusal: Callable[..., str]) -> None:
     assert "loss.topk = 5000 is larger than the vocabulary" in refusal(loss__topk=5000)
 
 
-def test_a_loss_that_makes_no_sense(refusal: Callable[..., str]) -> None:
+def test_a_loss_with_zero_expected_gradient_is_refused(refusal: Callable[..., str]) -> None:
     assert "zero in expectation" in refusal(loss={"kind": "k1", "signal": "sampled"})
     assert "zero expected gradient" in refusal(
         loss={"kind": "forward_kl", "topk": 8, "policy_gradient": True}
     )
 
 
-def test_a_reward_that_is_not_there(refusal: Callable[..., str]) -> None:
+def test_a_misspelt_reward_function_is_refused_with_a_suggestion(refusal: Callable[..., str]) -> None:
     assert "did you mean 'exact_match'?" in refusal(
         data__reward="understudy.rollout.rewards.builtin:exact_macth"
     )
 
 
-def test_several_problems_are_told_together(refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_several_problems_are_reported_together(refusal: Callable[..., str], tmp_path: Path) -> None:
     message = refusal(loss__top_k=4, student__model=str(tmp_path / "nowhere"), trainer__steps=0)
     assert "loss.top_k" in message and "trainer.steps" in message
 
 
-def test_a_run_directory_that_exists(
+def test_train_refuses_a_run_directory_that_holds_other_files(
     recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -176,7 +178,7 @@ def test_a_run_directory_that_exists(
 
 
 @pytest.mark.parametrize("command", [["resume"], ["audit"], ["export"]])
-def test_a_folder_that_is_no_run(
+def test_commands_refuse_a_folder_that_is_not_a_run_directory(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*command, str(tmp_path)] + ([str(tmp_path / "out")] if command == ["export"] else [])
@@ -185,14 +187,15 @@ def test_a_folder_that_is_no_run(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_an_external_teacher_that_is_not_there(
+def test_train_is_refused_when_an_external_teacher_does_not_answer(
     answers: bool,
     recipe: Make,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing listens at its address; or something accepts connections and hangs up. Both are waited for."""
+    """Nothing listens at its address, or a server accepts connections and closes them. Both are retried until the start
+    timeout."""
     logging.getLogger("huggingface_hub").addHandler(caplog.handler)
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -207,10 +210,10 @@ def test_an_external_teacher_that_is_not_there(
     assert "teachers.add.urls: no answer within 0.5 s" in output and reason in " ".join(output.split())
     assert not (tmp_path / "gone").exists()
     assert "Traceback" not in output, output
-    assert "Retrying" not in caplog.text, "a hub that was not reached is not asked again, which takes 25 s"
+    assert "Retrying" not in caplog.text, "huggingface_hub retries the unreachable hub, which takes 25 s"
 
 
-def test_debug_shows_the_trace(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_toml(tmp_path / "recipe.toml", recipe("never", trainer__steps=0))
     assert main(["check", str(path), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err

@@ -11,13 +11,13 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "calculator"
 RECIPE = FOLDER / "recipe.toml"
 
 
-def test_the_shipped_models_are_small() -> None:
+def test_the_shipped_models_are_smaller_than_3_mb() -> None:
     assert sum(path.stat().st_size for path in FOLDER.glob("models/*/*")) < 3_000_000
 
 
 @pytest.mark.slow
-def test_tool_turns_are_trained_on(tmp_path: Path) -> None:
-    """With the teacher's own weights as student every rollout calls the calculator, and there is nothing left to learn."""
+def test_the_loss_covers_tool_calls_and_answers(tmp_path: Path) -> None:
+    """The student starts with the teacher's weights, so every rollout calls the calculator and the loss is zero."""
     overrides = [
         f"run.dir={tmp_path / 'run'}", "run.threads=1", f"student.model={FOLDER / 'models' / 'teacher'}",
         "trainer.steps=1", "trainer.batch_size=6", "trainer.eval_teachers=false", "trainer.eval_samples=6",
@@ -27,7 +27,7 @@ def test_tool_turns_are_trained_on(tmp_path: Path) -> None:
     line = run.last
     assert line["num_turns/min"] >= 2 and line["rollout/tool/calls"] >= 1 and line["rollout/tool/ok"] >= 1
     assert line["critic/score/mean"] > 0.5 and line["val/accuracy"] > 0.5
-    assert line["response_length/mean"] > 25, "the call and the answer both bear loss"
+    assert line["response_length/mean"] > 25, "the call and the answer both count as response"
     assert line["actor/loss"] < 1e-3, "a teacher agrees with itself on every token of every turn"
     assert line["time/rollout/tool/max"] > 0
 

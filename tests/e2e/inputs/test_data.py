@@ -1,4 +1,4 @@
-"""Runs over several files, with rows left out or cut, and over so many passes; resumed and not."""
+"""Training data of a run: several files, overlong rows dropped or truncated, a number of passes, relative paths."""
 
 import asyncio
 import json
@@ -25,66 +25,68 @@ ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text
 LONG = {"messages": [{"role": "user", "content": "1" * 30}], "data_source": "add", "answer": "1"}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def over(recipe: Make, name: str, passes: float, **more: Any) -> dict[str, Any]:
+def recipe_with_passes(recipe: Make, name: str, passes: float, **more: Any) -> dict[str, Any]:
     table = recipe(name, trainer__batch_size=8, **more)
     del table["trainer"]["steps"]
     table["trainer"]["passes"] = passes
     return table
 
 
-def lines(run: understudy.Run) -> list[dict[str, Any]]:
+def metric_lines(run: understudy.Run) -> list[dict[str, Any]]:
     return [without_clock(line) for line in run.metrics]
 
 
-def test_a_run_over_files_with_long_rows_is_the_run_over_the_rest(recipe: Make, tmp_path: Path) -> None:
-    """3 batches are a pass; half of it, taken up again for the other half, is the same run to the bit."""
+def test_dropping_overlong_rows_gives_the_same_run_as_data_without_them(recipe: Make, tmp_path: Path) -> None:
+    """Three batches are one pass. A run of half a pass that is resumed for the other half also gives the same bits."""
     plain = understudy.train(
-        over(recipe, "plain", 1.0, data__train=write(tmp_path / "all.jsonl", ROWS)), progress=False
+        recipe_with_passes(recipe, "plain", 1.0, data__train=write_rows(tmp_path / "all.jsonl", ROWS)),
+        progress=False,
     )
     assert plain.steps == 3 and json.loads((plain.dir / "recipe.json").read_text())["trainer"]["steps"] == 3
-    write(tmp_path / "part-1.jsonl", [LONG, *ROWS[:9]])
-    write(tmp_path / "part-2.jsonl", [*ROWS[9:], LONG])
+    write_rows(tmp_path / "part-1.jsonl", [LONG, *ROWS[:9]])
+    write_rows(tmp_path / "part-2.jsonl", [*ROWS[9:], LONG])
     settings = {
         "data__train": str(tmp_path / "part-*.jsonl"),
         "data__max_prompt_tokens": 20,
         "data__overlong": "drop",
     }
-    first = understudy.train(over(recipe, "parts", 0.5, **settings), progress=False)
+    first = understudy.train(recipe_with_passes(recipe, "parts", 0.5, **settings), progress=False)
     assert first.steps == 2
     whole = asyncio.run(resume(first.dir, ["trainer.passes=1"], progress=False))
-    assert lines(whole) == lines(plain) and audit(whole.dir).balanced
+    assert metric_lines(whole) == metric_lines(plain) and audit(whole.dir).balanced
     # A glob is fixed when a run starts: another file changes nothing, another row in one of its files does.
-    write(tmp_path / "part-3.jsonl", [LONG])
+    write_rows(tmp_path / "part-3.jsonl", [LONG])
     again = asyncio.run(resume(first.dir, ["trainer.passes=1"], progress=False))
-    assert lines(again) == lines(plain)
-    write(tmp_path / "part-2.jsonl", [*ROWS[9:], LONG, LONG])
+    assert metric_lines(again) == metric_lines(plain)
+    write_rows(tmp_path / "part-2.jsonl", [*ROWS[9:], LONG, LONG])
     with pytest.raises(DataError, match="cannot resume: the saved data position was made with dataset"):
         asyncio.run(resume(first.dir, ["trainer.passes=2"], progress=False))
 
 
-def test_rows_with_numbers_go_to_their_teachers(recipe: Make, tmp_path: Path) -> None:
-    """Keys are texts. A number that matched none would go to the default teacher without a word."""
+def test_rows_are_routed_by_a_numeric_teacher_key(recipe: Make, tmp_path: Path) -> None:
+    """Teachers' keys are strings. A row whose number matched none of them would silently go to the default teacher."""
     rows = [{**row, "level": 1 if row["data_source"] == "add" else 2} for row in ROWS[:8]]
     keys = {"data__teacher_key": "level", "teachers__add__key": "1", "teachers__sort__key": "2"}
     more = {"data__default_teacher": "add", "trainer__steps": 1, "trainer__batch_size": 8, **keys}
-    train = write(tmp_path / "numbered.jsonl", rows)
+    train = write_rows(tmp_path / "numbered.jsonl", rows)
     run = understudy.train(recipe("numbered", data__train=train, **more), progress=False)
     assert 0 < run.last["teacher/sort/rows"] == sum(row["level"] == 2 for row in rows) < len(rows)
 
 
-def test_a_run_of_relative_names_is_taken_up_from_another_folder(
+def test_a_run_with_relative_paths_can_be_resumed_evaluated_and_exported_from_another_folder(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not beside the recipe was found where the command ran, and has to be found again from anywhere."""
+    """Paths that do not exist beside the recipe are relative to the folder in which `train` ran; later commands
+    must find them from any folder."""
     here = tmp_path / "here"
     here.mkdir()
     (here / "student").symlink_to(ASSETS / "models" / "student")
-    write(here / "rows.jsonl", ROWS)
+    write_rows(here / "rows.jsonl", ROWS)
     (tmp_path / "recipes").mkdir()
     table = recipe(trainer__steps=1, trainer__batch_size=4, data__train="rows.jsonl", data__eval="rows.jsonl")
     table["student"]["model"], table["run"]["dir"] = "student", "out"
@@ -105,22 +107,24 @@ def test_a_run_of_relative_names_is_taken_up_from_another_folder(
 
 
 @pytest.mark.timeout(120)
-def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path) -> None:
+def test_rows_with_truncated_prompts_are_trained_with_a_rollout_worker(recipe: Make, tmp_path: Path) -> None:
     rows = [
         {**row, "messages": [{"role": "user", "content": "9" * 30 + row["messages"][0]["content"]}]}
         for row in ROWS
     ]
     settings = {
-        "data__train": write(tmp_path / "long.jsonl", rows), "data__max_prompt_tokens": 12,
+        "data__train": write_rows(tmp_path / "long.jsonl", rows), "data__max_prompt_tokens": 12,
         "data__overlong": "truncate_left", "trainer__mode": "fully_async", "run__determinism": "fast",
     }  # fmt: skip
-    run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
+    run = understudy.train(
+        recipe_with_passes(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False
+    )
     assert run.steps == 2 and audit(run.dir).balanced
     assert (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)
 
 
-def test_a_prompt_has_the_room_of_its_own_teacher(tmp_path: Path) -> None:
-    """A teacher with a short context cuts or drops the rows that it scores, and no others."""
+def test_a_prompt_s_length_limit_comes_from_the_context_of_its_own_teacher(tmp_path: Path) -> None:
+    """A teacher's short context truncates or drops the rows that it scores, and no others."""
     rows = [
         {"messages": [{"role": "user", "content": "1" * size}], "data_source": source}
         for source in ("add", "sort")
@@ -133,7 +137,7 @@ def test_a_prompt_has_the_room_of_its_own_teacher(tmp_path: Path) -> None:
             for name, room in (("add", 30), ("sort", 60))
         },
         "rollout": {"max_new_tokens": 8},
-        "data": {"train": write(tmp_path / "rows.jsonl", rows), "overlong": "drop"},
+        "data": {"train": write_rows(tmp_path / "rows.jsonl", rows), "overlong": "drop"},
     }
 
     def opened() -> PromptData:
@@ -162,7 +166,9 @@ def test_a_prompt_has_the_room_of_its_own_teacher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_rows_of_teachers_with_other_contexts_are_trained_together(recipe: Make, tmp_path: Path) -> None:
+def test_rows_of_teachers_with_different_context_lengths_are_trained_in_one_run(
+    recipe: Make, tmp_path: Path
+) -> None:
     rows = [
         {
             **row,
@@ -176,13 +182,15 @@ def test_rows_of_teachers_with_other_contexts_are_trained_together(recipe: Make,
         for name, room in (("add", 30), ("sort", 100))
     }
     settings = {
-        "data__train": write(tmp_path / "long.jsonl", rows), "data__overlong": "truncate_left", "teachers": teachers,
+        "data__train": write_rows(tmp_path / "long.jsonl", rows), "data__overlong": "truncate_left", "teachers": teachers,
     }  # fmt: skip
-    run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
+    run = understudy.train(
+        recipe_with_passes(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False
+    )
     assert run.steps == 2 and (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)
 
 
-OWN = """
+OWN_MODULE = """
 from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.tools.base import ToolOutcome
 from understudy.rollout.tools.library import build_tool
@@ -210,13 +218,13 @@ class Loop(SingleTurn):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_reward_loop_and_tool_lie_beside_the_recipe(
+def test_reward_agent_loop_and_tool_are_imported_from_the_recipe_s_folder(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the trainer, a worker and the tools' processes; and again when the run is taken up from another folder."""
+    """In the trainer, a worker and the tool processes, and again when the run is resumed from another folder."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "own_parts.py").write_text(OWN)
+    (tmp_path / "project" / "own_parts.py").write_text(OWN_MODULE)
     settings = {"data__reward": "own_parts:reward", "rollout__agent": "own_parts:Loop", "rollout__workers": 1}
     table = recipe("own", trainer__steps=1, trainer__batch_size=4, trainer__checkpoint_every=1, **settings)
     path = write_toml(tmp_path / "project" / "recipe.toml", table)

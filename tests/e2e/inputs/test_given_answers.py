@@ -1,4 +1,4 @@
-"""Off-policy rows: answers that come with the data, scored and trained like the student's own, each labelled."""
+"""Given answers (off-policy rows): answers that come with the data, scored and trained like the student's own."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def small(recipe: Make, tmp_path: Path) -> Make:
-    """A run over few rows: prompts are measured before it starts."""
+    """Makes recipes over 32 rows only, because every prompt is measured before a run starts."""
 
     def make(name: str, **more: Any) -> dict[str, Any]:
         rows = (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:32]
@@ -46,7 +46,7 @@ def small(recipe: Make, tmp_path: Path) -> Make:
     return make
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
@@ -60,7 +60,7 @@ def logprobs(model: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarra
 
 
 def origins(run: Path) -> dict[str, str]:
-    return {line["key"]: line["origin"] for step in (1, 2) for line, _ in kept(run, step)}
+    return {line["key"]: line["origin"] for step in (1, 2) for line, _ in kept_rows_of(run, step)}
 
 
 def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
@@ -69,14 +69,15 @@ def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
 
 
-def test_given_answers_are_scored_and_trained_by_their_ids(small: Make) -> None:
-    """The loss of the first step by enumeration: forward KL at every token, and cross-entropy at given ones."""
+def test_given_answers_add_cross_entropy_to_the_distillation_loss(small: Make) -> None:
+    """Recomputes the first step's loss by plain forward passes: forward KL at every token, cross-entropy at
+    given ones."""
     run = understudy.train(small("run"), progress=False)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "models" / "student")
     data = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
     answers = {row["messages"][0]["content"]: row["answer"] for row in data}
     losses, supervised, labels = [], [], []
-    rows = kept(run.dir, 1)
+    rows = kept_rows_of(run.dir, 1)
     assert len(rows) == 4
     for summary, columns in rows:
         tokens, at = columns["tokens"], np.flatnonzero(columns["loss_mask"])
@@ -101,24 +102,26 @@ def test_given_answers_are_scored_and_trained_by_their_ids(small: Make) -> None:
     assert run.metrics[0]["actor/sft_loss"] == pytest.approx(np.mean(supervised), abs=1e-5)
 
 
-ALONE: dict[str, Any] = {
+GIVEN_ONLY: dict[str, Any] = {
     "teachers": {}, "loss": {"distill_coef": 0.0, "sft_coef": 2.0}, "rollout__off_policy": 1.0,
     "data__reward": "understudy.rollout.rewards.builtin:exact_match",
 }  # fmt: skip
 
 
-def test_given_answers_alone_are_supervised_fine_tuning(small: Make, tmp_path: Path) -> None:
-    """No teacher: the loss is a plain model's mean cross-entropy per token, and a killed run ends with the same bits."""
-    run = understudy.train(small("run", **ALONE), progress=False)
+def test_given_answers_without_a_teacher_are_trained_with_mean_cross_entropy(
+    small: Make, tmp_path: Path
+) -> None:
+    """The reference is a plain forward pass. A killed and resumed run ends with the same bits."""
+    run = understudy.train(small("run", **GIVEN_ONLY), progress=False)
     losses: list[float] = []
-    for summary, columns in kept(run.dir, 1):
+    for summary, columns in kept_rows_of(run.dir, 1):
         tokens, at = columns["tokens"], np.flatnonzero(columns["loss_mask"])
         assert summary["origin"] == "data"
         losses += (-logprobs("student", tokens, at)[np.arange(len(at)), tokens[at]]).tolist()
     assert run.metrics[0]["rollout/given"] == 1
     assert run.metrics[0]["actor/sft_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert run.metrics[0]["actor/loss"] == pytest.approx(2 * np.mean(losses), abs=2e-5)
-    table = small("killed", **ALONE)
+    table = small("killed", **GIVEN_ONLY)
     fault = "row_journal.after_put:2"
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
@@ -136,15 +139,15 @@ def test_given_answers_alone_are_supervised_fine_tuning(small: Make, tmp_path: P
         ({"loss__kl_coef": 0.1, "reference": {}}, "the penalty is estimated on the student's own rows"),
     ],
 )  # fmt: skip
-def test_what_given_answers_alone_cannot_do_is_refused(
+def test_settings_that_contradict_a_run_of_given_answers_only_are_refused(
     small: Make, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_recipe(small("never", **{**ALONE, **change}))
+        parse_recipe(small("never", **{**GIVEN_ONLY, **change}))
 
 
 @pytest.mark.slow
-def test_kill_and_resume_is_bit_identical(small: Make, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_with_given_answers_gives_the_same_bits(small: Make, tmp_path: Path) -> None:
     reward = {"data__reward": "understudy.rollout.rewards.builtin:exact_match"}
     table = small("killed", **reward)
     fault = "row_journal.after_put:2"
@@ -157,8 +160,9 @@ def test_kill_and_resume_is_bit_identical(small: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_async_run_gives_the_same_rows(small: Make, tmp_path: Path) -> None:
-    """Without staleness to the bit. With it, which rows are given is still decided by their keys alone."""
+def test_a_killed_and_resumed_async_run_has_the_same_given_answers(small: Make, tmp_path: Path) -> None:
+    """With staleness 0 all bits are equal. With staleness 1 the same prompts still get given answers, because that is
+    decided by their keys alone."""
     reward = {"data__reward": "understudy.rollout.rewards.builtin:exact_match"}
     for staleness, fault in ((0, "row_journal.after_put:2"), (1.0, "async.after_claim:2")):
         pace = {"trainer__mode": "fully_async", "trainer__max_staleness": staleness}
@@ -185,7 +189,7 @@ def test_workers_and_an_async_run_without_staleness_give_the_same_bits(small: Ma
 
 
 @pytest.mark.slow
-def test_trls_formats_give_the_same_bits(small: Make, tmp_path: Path) -> None:
+def test_given_answers_in_trls_formats_give_the_same_bits(small: Make, tmp_path: Path) -> None:
     """The answer as a column, as the chat's last message and as TRL's conversational completion."""
     (tmp_path / "trl").mkdir()
     plain = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:32]]
@@ -209,15 +213,16 @@ def test_trls_formats_give_the_same_bits(small: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_task_rewards_are_of_the_students_rows(small: Make) -> None:
-    """A policy gradient beside given answers: no ratio is taken of them, and their rewards are no score."""
+def test_the_score_metric_counts_only_the_students_own_answers(small: Make) -> None:
+    """A policy gradient beside given answers: they get no importance ratio, and critic/score leaves out their
+    rewards."""
     more = {"data__reward": "understudy.rollout.rewards.builtin:exact_match", "loss__task_coef": 0.5, "rollout__n": 4,
             "loss__correction__weigh": "token"}  # fmt: skip
     run = understudy.train(small("run", **more), progress=False)
     rewards = [
         summary["reward"]
         for step in (1, 2)
-        for summary, _ in kept(run.dir, step)
+        for summary, _ in kept_rows_of(run.dir, step)
         if summary["origin"] == "data"
     ]
     assert rewards and set(rewards) == {1.0}
@@ -237,13 +242,15 @@ def test_task_rewards_are_of_the_students_rows(small: Make) -> None:
         ({"rollout__agent": "tool"}, "a given answer is one turn"),
     ],
 )
-def test_what_cannot_be_learnt_is_refused(small: Make, change: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_train_on_given_answers_are_refused(
+    small: Make, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         understudy.train(small("never", **change), progress=False)
 
 
-def test_a_teachers_answers_are_written_once_and_learnt_from(small: Make, tmp_path: Path) -> None:
-    """`eval --answers` keeps every column of a row and leaves out what was cut off."""
+def test_answers_that_eval_wrote_can_be_trained_on(small: Make, tmp_path: Path) -> None:
+    """`eval --answers` keeps every column of a row and leaves out rows whose answer was cut off."""
     rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
     sums = [row for row in rows if row["data_source"] == "add"][:24]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))

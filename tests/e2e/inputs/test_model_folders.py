@@ -1,4 +1,4 @@
-"""Whole runs of models that differ from the plain folder: code of their own, rotary embeddings that change with length."""
+"""Runs of models that bring their own code, and of models whose rotary embedding changes with the sequence length."""
 
 import json
 import shutil
@@ -17,17 +17,17 @@ ADD = ASSETS / "models" / "teacher-add"
 
 
 @pytest.fixture
-def only_add(tmp_path: Path) -> str:
+def add_rows(tmp_path: Path) -> str:
     rows = (ASSETS / "data" / "train.jsonl").read_text().splitlines()
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([row for row in rows if '"add"' in row][:16]) + "\n")
     return str(path)
 
 
-def test_a_run_whose_student_and_teacher_bring_their_own_code(
-    recipe: Make, only_add: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_student_and_teacher_with_their_own_code_load_in_every_process_and_export(
+    recipe: Make, add_rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer, engine process, worker and teacher process load the code; the exported folder carries it on."""
+    """Trainer, engine process, worker and teacher process load the code; the exported folder contains it."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     student, teacher = (
         write_house_model(tmp_path / "student"),
@@ -36,7 +36,7 @@ def test_a_run_whose_student_and_teacher_bring_their_own_code(
     table = recipe(
         student={"model": str(student), "trust_remote_code": True},
         teachers={"add": {"model": str(teacher), "trust_remote_code": True}},
-        data__train=only_add,
+        data__train=add_rows,
         rollout__processes=1,
         rollout__workers=1,
         trainer__steps=1,
@@ -49,15 +49,15 @@ def test_a_run_whose_student_and_teacher_bring_their_own_code(
     assert config["model_type"] == "house" and (tmp_path / "out" / "modeling_house.py").is_file()
 
 
-def phi_like(folder: Path, like: str, border: int) -> Path:
-    """The quickstart's model with Phi-3's long rotary embedding: it holds 128 tokens, and changes beyond `border`."""
+def phi_like(folder: Path, like: str, threshold: int) -> Path:
+    """The quickstart's model (128 tokens) with Phi-3's long rotary embedding, whose factors change at `threshold`."""
     shutil.copytree(ASSETS / "models" / like, folder)
     config = json.loads((folder / "config.json").read_text())
     half = config["head_dim"] // 2
     config["rope_parameters"] = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
-        "original_max_position_embeddings": border,
+        "original_max_position_embeddings": threshold,
         "factor": 1.0,
         "short_factor": [1.0] * half,
         "long_factor": [4.0] * half,
@@ -67,22 +67,23 @@ def phi_like(folder: Path, like: str, border: int) -> Path:
 
 
 @pytest.mark.slow
-def test_rows_on_both_sides_of_a_teacher_s_rotary_border_are_trained_on(
-    recipe: Make, only_add: str, tmp_path: Path
+def test_rows_shorter_and_longer_than_a_teacher_s_longrope_threshold_are_scored(
+    recipe: Make, add_rows: str, tmp_path: Path
 ) -> None:
-    """Such runs ended: the fixed tokens that every request carries were scored with the factors of the longest row."""
-    teacher = phi_like(tmp_path / "t", "teacher-add", border=12)
-    table = recipe(teachers={"add": {"model": str(teacher)}}, data__train=only_add, trainer__steps=2)
+    """Such runs used to fail: the fixed tokens that every request carries were scored with the rotary factors of the
+    longest row."""
+    teacher = phi_like(tmp_path / "t", "teacher-add", threshold=12)
+    table = recipe(teachers={"add": {"model": str(teacher)}}, data__train=add_rows, trainer__steps=2)
     run = understudy.train(table, progress=False)
     assert [line["rows/dead_letters"] for line in run.metrics] == [0, 0]
 
 
-def test_a_student_that_may_cross_its_border_is_refused_before_anything_starts(
-    recipe: Make, only_add: str, tmp_path: Path
+def test_check_refuses_a_student_whose_context_exceeds_its_longrope_threshold(
+    recipe: Make, add_rows: str, tmp_path: Path
 ) -> None:
-    student = phi_like(tmp_path / "s", "student", border=40)
+    student = phi_like(tmp_path / "s", "student", threshold=40)
     table = recipe(
-        student={"model": str(student)}, teachers={"add": {"model": str(ADD)}}, data__train=only_add
+        student={"model": str(student)}, teachers={"add": {"model": str(ADD)}}, data__train=add_rows
     )
     path = str(write_toml(tmp_path / "r.toml", table))
     code, output = call_cli("check", path)

@@ -1,4 +1,5 @@
-"""A base student under an instruct teacher, padded heads, tokens that only one of them has: whole runs, held to plain transformers."""
+"""Students and teachers that differ in eos, template, padding or tokens: whole runs, compared with plain
+transformers."""
 
 import asyncio
 import importlib.util
@@ -39,7 +40,7 @@ def table(tmp_path: Path, student: str, teacher: str, **loss: Any) -> dict[str, 
     }
 
 
-def plain() -> ModuleType:
+def load_minimal_example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("minimal_opd", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,8 +49,9 @@ def plain() -> ModuleType:
 
 
 def first_loss(student: str, teacher: str, ids: int, ends: Any) -> float:
-    """Forward KL over the teacher's K best and one bucket for the rest, by models whose heads have the first `ids` rows only."""
-    opd = plain()
+    """The expected loss of the first step: forward KL over the teacher's top K and one bucket for the rest, by models
+    whose heads are cut to the first `ids` rows."""
+    opd = load_minimal_example()
 
     def cut(folder: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -87,8 +89,8 @@ def steps_without_dead_letters(run: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def test_a_base_student_under_an_instruct_teacher(tmp_path: Path) -> None:
-    """Qwen2.5's shape: other eos, eos list, template and padding, and a token that only the teacher has."""
+def test_a_base_student_under_an_instruct_teacher_trains_with_the_expected_loss(tmp_path: Path) -> None:
+    """Shaped like Qwen2.5: they differ in eos, eos list, template and padding, and only the teacher has `<think>`."""
     student, teacher = write_pair(tmp_path, more=("<think>",))
     recipe = table(tmp_path, student, teacher)
     code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
@@ -104,7 +106,7 @@ def test_a_base_student_under_an_instruct_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pair_at_its_real_size(tmp_path: Path) -> None:
+def test_the_qwen2_5_pair_at_its_real_vocabulary_size_trains_with_the_expected_loss(tmp_path: Path) -> None:
     """Qwen2.5-0.5B under Qwen2.5-3B-Instruct: 151,665 tokens, heads of 151,936 and 152,064 rows."""
     student, teacher = write_pair(tmp_path, base=151_643, rows=(151_936, 152_064))
     recipe = table(tmp_path, student, teacher)
@@ -117,7 +119,7 @@ def test_the_pair_at_its_real_size(tmp_path: Path) -> None:
 
 
 class AnyOf(frozenset[int]):
-    """Equal to each of its members: an eos of the plain rollout, which knows one."""
+    """Equal to each of its members: makes the plain rollout, which takes one eos, stop at any of several."""
 
     __hash__ = frozenset.__hash__
 
@@ -126,12 +128,12 @@ class AnyOf(frozenset[int]):
 
 
 ENDS = [258, *range(64)]
-"""Long, so that models with random weights meet it."""
+"""Many ids, so that models with random weights generate one of them."""
 
 
-def test_a_generation_ends_with_each_eos_of_its_model(tmp_path: Path) -> None:
+def test_a_generation_stops_at_each_eos_of_the_model(tmp_path: Path) -> None:
     student = write_model(tmp_path / "student", rows=288, eos="<|endoftext|>", ends=ENDS)
-    loaded, opd = load_model(student), plain()
+    loaded, opd = load_model(student), load_minimal_example()
     assert loaded.stop_ids == tuple(sorted([*ENDS, 256]))
     sampling = Sampling(NEW, loaded.stop_ids, usable=UsableIds(278))
     prompts = [np.array([70 + i, 80, 90], np.int32) for i in range(BATCH)]
@@ -148,8 +150,8 @@ def test_a_generation_ends_with_each_eos_of_its_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_eos_of_the_student_ends_a_rollout(tmp_path: Path) -> None:
-    """A list in generation_config.json, and the tokenizer's own."""
+def test_a_rollout_stops_at_each_eos_of_the_student(tmp_path: Path) -> None:
+    """The eos list of generation_config.json and the tokenizer's own eos."""
     student = write_model(tmp_path / "student", rows=288, eos="<|endoftext|>", ends=ENDS)
     teacher = write_model(tmp_path / "teacher", rows=288, eos="<|endoftext|>", ends=256, seed=1)
     recipe = table(tmp_path, student, teacher)
@@ -197,8 +199,8 @@ def test_check_finds_prompts_with_a_token_that_the_teacher_lacks(tmp_path: Path,
     assert "the prompt of teachers.math for" in output, output
 
 
-def test_a_row_with_a_token_that_the_teacher_lacks_says_so_when_the_run_ends(tmp_path: Path) -> None:
-    """A loop of the user's own may write ids that no check has seen."""
+def test_a_run_that_ends_over_a_token_the_teacher_lacks_names_the_token_and_teacher(tmp_path: Path) -> None:
+    """A custom agent loop may write ids that no check has seen."""
     student = write_model(
         tmp_path / "student", rows=400, eos="<|endoftext|>", ends=256, added=(*ADDED, "<mine>")
     )
@@ -215,7 +217,7 @@ def test_a_row_with_a_token_that_the_teacher_lacks_says_so_when_the_run_ends(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("determinism", ["full", "fast"])
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_a_prompt_with_an_id_that_the_teacher_lacks_is_a_dead_letter(
+def test_a_prompt_with_an_id_that_the_teacher_lacks_becomes_a_dead_letter(
     tmp_path: Path, mode: str, determinism: str
 ) -> None:
     student = write_model(
@@ -247,10 +249,10 @@ def test_a_prompt_with_an_id_that_the_teacher_lacks_is_a_dead_letter(
     ],
     ids=["own candidates, engine process", "hidden states, workers", "sampled, two ranks"],
 )
-def test_no_path_meets_an_id_without_a_token(
+def test_ids_without_a_token_make_no_dead_letters_for_any_signal_or_process_layout(
     tmp_path: Path, loss: dict[str, Any], trainer: dict[str, Any], rollout: dict[str, Any]
 ) -> None:
-    """The student has padding and a token of its own, the teacher has fewer rows than the student."""
+    """The student's head has padding and a token of its own; the teacher's head has fewer rows."""
     student = write_model(
         tmp_path / "student", rows=400, eos="<|endoftext|>", ends=256, added=(*ADDED, "<mine>")
     )

@@ -1,4 +1,4 @@
-"""recipes/seed-scenario in small: a rollout process, two training ranks, teachers in processes of their own, all at once."""
+"""recipes/seed-scenario, shortened: a rollout process, two training ranks and teachers in processes of their own."""
 
 import tomllib
 from pathlib import Path
@@ -16,7 +16,7 @@ STEPS, PROMPTS, SESSIONS = 3, 6, 4
 
 @pytest.fixture
 def scenario(teacher_urls: dict[str, str], tmp_path: Path) -> dict[str, Any]:
-    """The shipped recipe, shorter, asking the teachers of this test session."""
+    """The shipped recipe with fewer steps and with the teachers of this test session."""
     table = tomllib.loads(RECIPE.read_text())
     for section in (table["student"], *table["teachers"].values()):
         section["model"] = str((RECIPE.parent / section["model"]).resolve())
@@ -29,7 +29,9 @@ def scenario(teacher_urls: dict[str, str], tmp_path: Path) -> dict[str, Any]:
     return table
 
 
-def test_the_seed_scenario_in_small(scenario: dict[str, Any]) -> None:
+def test_the_shortened_seed_scenario_trains_every_row_once_with_both_teachers(
+    scenario: dict[str, Any],
+) -> None:
     assert scenario["rollout"]["processes"] == 1 and scenario["trainer"]["ranks"] == 2
     assert scenario["trainer"]["mode"] == "fully_async" and scenario["rollout"]["n"] == SESSIONS
     run = understudy.train(scenario, progress=False)
@@ -37,14 +39,14 @@ def test_the_seed_scenario_in_small(scenario: dict[str, Any]) -> None:
     assert report.balanced and report.in_flight == 0
     assert report.per_step == dict.fromkeys(range(1, STEPS + 1), PROMPTS * SESSIONS)
     assert {"rank-1.log", "rollout-0.log"} <= {log.name for log in (run.dir / "logs").iterdir()}
-    asked = {"add": 0.0, "sort": 0.0}
+    scored_rows = {"add": 0.0, "sort": 0.0}
     for line in run.metrics:
         # Rewards and distillation in one loss, both teachers in one batch.
         assert {"critic/score/mean", "actor/loss", "async/staleness/max"} <= line.keys()
         assert line["async/staleness/max"] <= 1
-        for name in asked:
-            asked[name] += line.get(f"teacher/{name}/rows", 0.0)
+        for name in scored_rows:
+            scored_rows[name] += line.get(f"teacher/{name}/rows", 0.0)
     # Routed by each row's data_source, which the dataset alternates at random.
     keys = [key for _, key in Ledger.read(run.dir).trained_keys("train")]
-    assert sum(asked.values()) == len(keys) == STEPS * PROMPTS * SESSIONS
-    assert min(asked.values()) > 0
+    assert sum(scored_rows.values()) == len(keys) == STEPS * PROMPTS * SESSIONS
+    assert min(scored_rows.values()) > 0

@@ -45,7 +45,7 @@ def _peft() -> None:
 
 
 @pytest.fixture
-def own(train_rows: Path, tmp_path: Path) -> Make:
+def make_recipe(train_rows: Path, tmp_path: Path) -> Make:
     def make(name: str, placement: str = "trainer", **more: Any) -> dict[str, Any]:
         base = {"model": "student", "placement": placement, "prompt": "{{ answer }}{{ prompt }}"}
         table: dict[str, Any] = {
@@ -69,7 +69,7 @@ def own(train_rows: Path, tmp_path: Path) -> Make:
 
 
 def logprobs(tokens: np.ndarray) -> np.ndarray:
-    """float64 [T, V] of a plain forward pass of the model that the run began with."""
+    """float64 [T, V] of a plain forward pass of the student before training."""
     model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float64).eval()
     with torch.no_grad():
         return torch.log_softmax(model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0], -1).numpy()
@@ -81,9 +81,9 @@ def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
 
 
-def test_scores_are_those_of_the_base_in_every_step(own: Make) -> None:
-    """Also after the adapters have learnt, and as a replica in a process of its own gives them, to the bit."""
-    run = understudy.train(own("here"), progress=False).dir
+def test_base_teacher_scores_equal_a_plain_forward_of_the_base_in_every_step(make_recipe: Make) -> None:
+    """Also after the adapters have changed. A replica in a process of its own gives the same bits."""
+    run = understudy.train(make_recipe("here"), progress=False).dir
     for step in (1, 3):
         lines = [
             json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")
@@ -100,11 +100,11 @@ def test_scores_are_those_of_the_base_in_every_step(own: Make) -> None:
     assert all("lora_" in name for name in adapters)
     assert max(float(tensor.abs().max()) for name, tensor in adapters.items() if "lora_B" in name) > 1e-3
     assert not list((run / "logs").glob("teacher-*")), "no process was started for it"
-    assert bits(run) == bits(understudy.train(own("apart", "standalone"), progress=False).dir)
+    assert bits(run) == bits(understudy.train(make_recipe("apart", "standalone"), progress=False).dir)
 
 
-def test_the_base_is_in_memory_once(own: Make) -> None:
-    """Its tensors are the student's own. After adapters have learnt, it scores as the student does without them."""
+def test_the_base_teacher_shares_the_student_s_tensors_and_ignores_its_adapters(make_recipe: Make) -> None:
+    """With changed adapters, it still scores as the student does without them."""
     student = load_model(str(STUDENT), device="cpu")
     twin = student.sharing_copy().model.eval()
     base = FrozenModel(twin, str(STUDENT), "float32", student.device, student.context)
@@ -118,7 +118,7 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
             if "lora_B" in name:
                 tensor.normal_(std=0.1)
     tokens = np.arange(6, 26, dtype=np.int32)
-    teacher = parse_recipe(own("run")).teachers["base"]
+    teacher = parse_recipe(make_recipe("run")).teachers["base"]
 
     async def scored() -> np.ndarray:
         launcher = LoraBaseTeacher(LoraBaseReplica.of("base", teacher, "by_request"), "token", base)
@@ -142,17 +142,18 @@ def test_the_base_is_in_memory_once(own: Make) -> None:
         if hasattr(layer, "base_layer"):
             layer.enable_adapters(False)
     assert np.abs(found - plain()).max() < 2e-6
-    assert np.abs(found - with_adapters).max() > 0.05, "the adapters would show"
+    assert np.abs(found - with_adapters).max() > 0.05, "scores with the adapters should differ"
 
 
-def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
-    """Each switches the attention of its own modules. With modules in common, the second one of them scored packed rows
-    with the attention of padded ones after the first had scored a longer row, and was 6 nats off."""
+def test_two_teachers_that_share_one_base_both_score_correctly_in_turn(make_recipe: Make) -> None:
+    """Each switches the attention implementation of its own modules. When they shared modules, the second
+    teacher scored packed rows with the attention for padded rows, after the first had scored a longer row, and
+    was 6 nats off."""
     student = load_model(str(STUDENT), device="cpu")
     base = FrozenModel(
         student.sharing_copy().model.eval(), str(STUDENT), "float32", student.device, student.context
     )
-    teacher = parse_recipe(own("run")).teachers["base"]
+    teacher = parse_recipe(make_recipe("run")).teachers["base"]
     draw = np.random.default_rng(0)
     head = draw.integers(6, 26, 40)
 
@@ -163,7 +164,7 @@ def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
     group = [row(i, np.concatenate([head, draw.integers(6, 26, 6)]), 40) for i in range(24)]
     longer = [row(24, draw.integers(6, 26, 63), 3)]
 
-    def apart(rows: list[ScoreItem], scores: list[Any]) -> float:
+    def largest_difference(rows: list[ScoreItem], scores: list[Any]) -> float:
         known = [logprobs(one.tokens)[one.positions - 1, one.tokens[one.positions]] for one in rows]
         return max(float(np.abs(a - b).max()) for a, b in zip(known, scores, strict=True))
 
@@ -180,7 +181,9 @@ def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
             ]
             for client, rows in ((a, group), (b, group), (a, longer), (b, group), (b, longer), (a, group)):
                 replies = await client.score(rows)
-                found.append(apart(rows, [(await reply.fetch()).sampled_logprobs for reply in replies]))
+                found.append(
+                    largest_difference(rows, [(await reply.fetch()).sampled_logprobs for reply in replies])
+                )
         for launcher in launchers:
             await launcher.stop("0")
         return found
@@ -191,16 +194,16 @@ def test_two_teachers_over_one_base_score_beside_each_other(own: Make) -> None:
 BESIDE_ENGINE = {"rollout__processes": 1, "student__lora__publish": "adapter"}
 
 
-def in_every_engine(processes: int) -> dict[str, Any]:
+def in_engine_processes(processes: int) -> dict[str, Any]:
     return {"teachers__base__placement": "engine", **BESIDE_ENGINE, "rollout__processes": processes}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_in_the_engine_processes_it_is_the_same_teacher_even_when_one_is_killed(
-    own: Make, monkeypatch: pytest.MonkeyPatch
+def test_the_base_teacher_in_an_engine_process_gives_the_same_bits_after_a_kill(
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits of a run with a replica in a process of its own. The engine process is killed after the first step."""
+    """Compared with a run whose teacher is a process of its own. The engine process is killed after the first step."""
     started: list[EngineTeachers] = []
     start = EngineTeachers.start
 
@@ -212,9 +215,9 @@ def test_in_the_engine_processes_it_is_the_same_teacher_even_when_one_is_killed(
         if step.step == 1:
             os.kill(started[0]._processes.children["rollout-0"].process.pid, signal.SIGKILL)
 
-    apart = understudy.train(own("apart", "standalone", **BESIDE_ENGINE), progress=False).dir
+    apart = understudy.train(make_recipe("apart", "standalone", **BESIDE_ENGINE), progress=False).dir
     monkeypatch.setattr(EngineTeachers, "start", noted)
-    run = understudy.train(own("killed", **in_every_engine(1)), progress=False, on_step=kill).dir
+    run = understudy.train(make_recipe("killed", **in_engine_processes(1)), progress=False, on_step=kill).dir
     log = (run / "logs" / "trainer.log").read_text()
     assert "engine replica-0 is back" in log and "back after a restart" in log and len(started) == 2
     assert not list((run / "logs").glob("teacher-*")), "no process was started for it"
@@ -223,40 +226,44 @@ def test_in_the_engine_processes_it_is_the_same_teacher_even_when_one_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_trainer_resumes_with_the_base_in_its_engine_processes(own: Make, tmp_path: Path) -> None:
-    table = own("killed", **in_every_engine(2))
+def test_a_killed_run_with_the_base_in_engine_processes_resumes_to_the_same_bits(
+    make_recipe: Make, tmp_path: Path
+) -> None:
+    table = make_recipe("killed", **in_engine_processes(2))
     path = write_toml(tmp_path / "r.toml", table)
     code, output = run_cli("train", str(path), "--quiet", fault="sync.after_update:2")
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(own("straight", **in_every_engine(2)), progress=False).dir
+    straight = understudy.train(make_recipe("straight", **in_engine_processes(2)), progress=False).dir
     assert bits(Path(table["run"]["dir"])) == bits(straight)
 
 
 @pytest.mark.slow
-def test_a_fully_async_run_scores_in_two_engine_processes(own: Make) -> None:
+def test_a_fully_async_run_trains_with_the_base_in_two_engine_processes(make_recipe: Make) -> None:
     more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__steps": 6}
-    run = understudy.train(own("run", **in_every_engine(2), **more), progress=False)
+    run = understudy.train(make_recipe("run", **in_engine_processes(2), **more), progress=False)
     assert run.last["step"] == 6 and run.last["teacher/base/rows"] == 8
 
 
 @pytest.mark.slow
-def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path) -> None:
-    table = own("killed")
+def test_a_killed_run_with_the_base_beside_the_trainer_resumes_to_the_same_bits(
+    make_recipe: Make, tmp_path: Path
+) -> None:
+    table = make_recipe("killed")
     path = write_toml(tmp_path / "r.toml", table)
     code, output = run_cli("train", str(path), "--quiet", fault="sync.after_update:2")
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(own("straight"), progress=False).dir
+    straight = understudy.train(make_recipe("straight"), progress=False).dir
     assert bits(Path(table["run"]["dir"])) == bits(straight)
 
 
 @pytest.mark.slow
-def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
+def test_a_fully_async_run_trains_with_the_base_beside_the_trainer(make_recipe: Make) -> None:
     more = {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0, "trainer__steps": 6}
-    run = understudy.train(own("run", **more), progress=False)
+    run = understudy.train(make_recipe("run", **more), progress=False)
     assert run.last["step"] == 6 and run.last["teacher/base/rows"] == 8
 
 
@@ -272,23 +279,23 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
         ),
         ({"teachers__base__dtype": "bfloat16"}, "leave it out with teachers.base.placement = 'trainer'"),
         ({"teachers__base__model": str(STUDENT)}, "is for model = 'student'"),
-        ({**in_every_engine(1), "student__lora": None}, r"set \[student.lora\], or use 'standalone'"),
+        ({**in_engine_processes(1), "student__lora": None}, r"set \[student.lora\], or use 'standalone'"),
         ({"teachers__base__placement": "engine"}, "set rollout.processes, or use 'trainer'"),
         (
-            {**in_every_engine(1), "student__lora__publish": "merged"},
+            {**in_engine_processes(1), "student__lora__publish": "merged"},
             "take the place of the base in the engine processes; set student.lora.publish = 'adapter'",
         ),
         (
-            {**in_every_engine(0), "rollout__engine": "vllm"},
+            {**in_engine_processes(0), "rollout__engine": "vllm"},
             "or set rollout.engine = 'hf' and rollout.processes",
         ),
-        ({**in_every_engine(1), "teachers__base__version": "live"}, "with version = 'start'"),
-        ({**in_every_engine(1), "teachers__base__device": "cpu"}, "teachers.base.device belongs to replicas in processes"),
-        ({**in_every_engine(1), "teachers__base__attention": "eager"}, "leave it out with teachers.base.placement = 'engine'"),
-        ({**in_every_engine(1), "teachers__base__quantize": "int8"}, "and placement = 'engine' is set"),
+        ({**in_engine_processes(1), "teachers__base__version": "live"}, "with version = 'start'"),
+        ({**in_engine_processes(1), "teachers__base__device": "cpu"}, "teachers.base.device belongs to replicas in processes"),
+        ({**in_engine_processes(1), "teachers__base__attention": "eager"}, "leave it out with teachers.base.placement = 'engine'"),
+        ({**in_engine_processes(1), "teachers__base__quantize": "int8"}, "and placement = 'engine' is set"),
         (
             {
-                **in_every_engine(1), "cluster__backend": "ray", "dataplane__backend": "transfer_queue",
+                **in_engine_processes(1), "cluster__backend": "ray", "dataplane__backend": "transfer_queue",
                 "rollout__workers": 1, "cluster__roles__workers": "p",
                 "cluster__pools__p__cpus_per_node": 1, "cluster__pools__p__nodes": 1,
             },
@@ -296,15 +303,20 @@ def test_a_fully_async_run_scores_while_it_trains(own: Make) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shared_is_refused(own: Make, change: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_share_the_base_are_refused(
+    make_recipe: Make, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        understudy.train(own("never", **change), progress=False)
+        understudy.train(make_recipe("never", **change), progress=False)
 
 
 @pytest.mark.parametrize("task_coef", [0.0, 0.5])
-def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, task_coef: float) -> None:
-    """Without a prompt of its own it is the student's distribution; beside rewards it holds the student near its start."""
-    table = own("same", loss__task_coef=task_coef, rollout__n=2)
+def test_check_notes_a_base_teacher_whose_loss_begins_at_zero(
+    make_recipe: Make, tmp_path: Path, task_coef: float
+) -> None:
+    """Without a prompt of its own the base gives the student's distribution, which teaches nothing. Beside
+    rewards there is no note: there the base keeps the student near its start."""
+    table = make_recipe("same", loss__task_coef=task_coef, rollout__n=2)
     del table["teachers"]["base"]["prompt"]
     table["data"]["reward"] = "understudy.rollout.rewards.builtin:exact_match"
     code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table)))
@@ -314,9 +326,9 @@ def test_a_teacher_that_says_nothing_new_is_noted(own: Make, tmp_path: Path, tas
     )
 
 
-def test_plan_shows_where_the_base_sits(own: Make) -> None:
-    """In each engine process, which also counts what it keeps of the adapted layers."""
-    recipe = parse_recipe(own("run", **in_every_engine(2)))
+def test_plan_lists_the_base_in_each_engine_process_and_counts_its_memory(make_recipe: Make) -> None:
+    """The memory of an engine process includes the copies that it keeps of the adapted layers."""
+    recipe = parse_recipe(make_recipe("run", **in_engine_processes(2)))
     planned = {one.name: one for one in plan_processes(recipe, seat(recipe, 0))}
     for i in range(2):
         job = f"scores, in the process of rollout-{i}, with its base"
@@ -325,6 +337,6 @@ def test_plan_shows_where_the_base_sits(own: Make) -> None:
     kept = sum(4 * one.numel() for name, one in shapes if name.endswith("_proj.weight"))
     whole = sum(4 * one.numel() for one in AutoModelForCausalLM.from_pretrained(STUDENT).parameters())
     assert planned["rollout-1"].bytes == PROCESS_BYTES + whole + kept
-    inside = {one.name: one for one in plan_processes(parse_recipe(own("inside")), seat(recipe, 0))}
+    inside = {one.name: one for one in plan_processes(parse_recipe(make_recipe("inside")), seat(recipe, 0))}
     bases = planned["teacher-base-0"], planned["teacher-base-1"], inside["teacher-base-0"]
     assert [one.parameters for one in bases] == [whole // 4] * 3

@@ -1,4 +1,5 @@
-"""The engine in a process of its own: the same run to the bit, also when that process is killed on the way."""
+"""Engines in processes of their own: the same bits as in the trainer's process, also after a kill; adapters;
+fast mode."""
 
 import asyncio
 import os
@@ -40,7 +41,7 @@ def engines_of(launcher: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
+def test_an_engine_process_that_is_killed_during_the_run_gives_the_same_bits(
     recipe: Make, tmp_path: Path
 ) -> None:
     inside = understudy.train(recipe("inside", **SMALL), progress=False)
@@ -65,8 +66,8 @@ def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
 
 
 @pytest.mark.slow
-def test_adapters_alone_reach_an_engine_process(recipe: Make) -> None:
-    """`student.lora.publish = "adapter"`: the run that merged weights give, a fraction of the bytes, and a resume takes it up."""
+def test_publishing_adapters_alone_gives_the_same_losses_for_a_tenth_of_the_bytes(recipe: Make) -> None:
+    """`student.lora.publish = "adapter"` compared with publishing merged weights. A resume publishes adapters too."""
     pytest.importorskip("peft")
     small = {"trainer__steps": 2, "trainer__checkpoint_every": 2, "rollout__processes": 1}
     adapters = {"rank": 1, "alpha": 8, "targets": ["q_proj", "v_proj"]}

@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer, in whole runs: numbers of a plain forward, schedules, kills, what is refused."""
+"""A teacher with another tokenizer, in whole runs: scores and loss, schedules, kills, refused settings."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ Make = Callable[..., dict[str, Any]]
 STUDENT = ASSETS / "models" / "student"
 ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()][:32]
 NEVER = [0, 1, 3, 4, 5]
-"""The student's special tokens without the end of a turn."""
+"""Ids that the student must never draw: its special tokens except the end of a turn."""
 SMALL: dict[str, Any] = {
     "trainer__steps": 2,
     "trainer__batch_size": 4,
@@ -68,7 +68,7 @@ def aligned(recipe: Make, other: tuple[str, str]) -> Make:
     return make
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
@@ -81,7 +81,8 @@ def loaded(folder: str) -> tuple[Any, Any]:
 
 
 def logprobs(folder: str, tokens: list[int], never: tuple[int, ...] = ()) -> np.ndarray:
-    """float64 [T, V]: the softmax before each token but the first, from a plain forward. `never`: ids left out."""
+    """float64 [T, V]: log-probabilities of each token but the first, from a plain forward pass without the ids
+    `never`."""
     with torch.no_grad():
         logits = loaded(folder)[0](torch.tensor([tokens])).logits[0]
     logits[:, list(never)] = -torch.inf
@@ -97,8 +98,8 @@ def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 
 
 def expected(folder: str, question: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Everything again from the text: the teacher's prompt by its own template, its tokens of the answer, bounds by
-    the lengths of texts, the sums of chains."""
+    """Recomputes a row from its text: the teacher's prompt by the teacher's template, the answer in the
+    teacher's tokens, the bounds of aligned chains from text lengths, and the scores summed over chains."""
     student, teacher = AutoTokenizer.from_pretrained(STUDENT), loaded(folder)[1]
     first = int(columns["loss_mask"].argmax())
     written = columns["tokens"][first:].tolist()
@@ -127,14 +128,14 @@ def expected(folder: str, question: str, columns: dict[str, Any]) -> dict[str, A
     return {"prompt": before, "sampled": sampled, "firsts": firsts, "bounds": bounds, "written": written}
 
 
-def test_numbers_are_those_of_a_plain_forward_of_the_teacher_on_its_own_tokens(
+def test_scores_candidates_and_loss_equal_a_plain_forward_on_the_teachers_own_tokens(
     aligned: Make, other: tuple[str, str]
 ) -> None:
-    """Scores of every token, candidates of every token, and the loss of the first step by enumeration over the
-    tokens that begin the teacher's candidates and one bucket for the rest."""
+    """The first step's loss is recomputed over the student's tokens that begin the teacher's candidates and one
+    bucket for the rest."""
     folder, k = other[0], 38
     run = understudy.train(aligned("run", loss__topk=k, data__shuffle=False), progress=False)
-    losses, chains, merged, rows = [], 0, 0, kept(run.dir, 1)
+    losses, chains, merged, rows = [], 0, 0, kept_rows_of(run.dir, 1)
     assert len(rows) == 4
     student, teacher = AutoTokenizer.from_pretrained(STUDENT), loaded(folder)[1]
     characters = "0123456789abcdefghijklmnopqrstuvwxyz+="
@@ -183,8 +184,8 @@ def test_numbers_are_those_of_a_plain_forward_of_the_teacher_on_its_own_tokens(
 
 
 def test_special_tokens_that_the_teacher_lacks_are_never_drawn(aligned: Make) -> None:
-    """A row with one could not be aligned, so no teacher would ever say that it was wrong. A random teacher and a high
-    learning rate would otherwise make the student draw them."""
+    """A row with such a token could not be aligned, so no teacher would penalize it. A random teacher and a
+    high learning rate would otherwise lead the student to draw them."""
     more = {"trainer__steps": 6, "trainer__batch_size": 16, "trainer__learning_rate": 3e-3}
     run = understudy.train(
         aligned("run", **more, loss__kind="k2", loss__signal="sampled", loss__topk=64), progress=False
@@ -200,7 +201,7 @@ def test_special_tokens_that_the_teacher_lacks_are_never_drawn(aligned: Make) ->
     assert (report.trained, report.dead) == (96, 0)
 
 
-def test_an_equal_tokenizer_is_todays_path_to_the_bit(recipe: Make) -> None:
+def test_vocabulary_align_changes_no_bit_when_the_tokenizers_are_equal(recipe: Make) -> None:
     asked = {f"teachers__{name}__vocabulary": "align" for name in ("add", "sort")}
     one = understudy.train(recipe("one", **SMALL, data__train=ROWS), progress=False)
     two = understudy.train(recipe("two", **SMALL, **asked, data__train=ROWS), progress=False)
@@ -215,14 +216,16 @@ def test_an_equal_tokenizer_is_todays_path_to_the_bit(recipe: Make) -> None:
         pytest.param({"rollout__workers": 2}, id="workers", marks=pytest.mark.slow),
     ],
 )
-def test_the_bits_do_not_depend_on_the_schedule(aligned: Make, more: dict[str, Any]) -> None:
+def test_an_aligned_run_gives_the_same_bits_when_async_or_with_workers(
+    aligned: Make, more: dict[str, Any]
+) -> None:
     loss = {"loss__kind": "k2", "loss__signal": "sampled", "loss__topk": 64}
     one = understudy.train(aligned("one", **loss), progress=False)
     two = understudy.train(aligned("two", **loss, **more), progress=False)
     assert bits(one.dir) == bits(two.dir)
 
 
-def test_fast_runs_give_the_same_losses(aligned: Make) -> None:
+def test_an_aligned_run_in_fast_mode_has_nearly_the_first_loss_of_full_determinism(aligned: Make) -> None:
     full = understudy.train(aligned("full"), progress=False)
     fast = understudy.train(aligned("fast", run__determinism="fast"), progress=False)
     assert fast.metrics[0]["actor/loss"] == pytest.approx(full.metrics[0]["actor/loss"], abs=1e-5)
@@ -230,7 +233,9 @@ def test_fast_runs_give_the_same_losses(aligned: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["row_journal.after_put:1", "sync.after_update:2"])
-def test_kill_and_resume_is_bit_identical(aligned: Make, tmp_path: Path, fault: str) -> None:
+def test_a_killed_and_resumed_run_with_an_aligned_teacher_gives_the_same_bits(
+    aligned: Make, tmp_path: Path, fault: str
+) -> None:
     more = {"trainer__checkpoint_every": 1, "data__train": str(ASSETS / "data" / "train.jsonl")}
     table = aligned("killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
@@ -244,9 +249,9 @@ def test_kill_and_resume_is_bit_identical(aligned: Make, tmp_path: Path, fault: 
     assert report.balanced and (report.trained, report.dead, report.in_flight) == (8, 0, 0), str(report)
 
 
-def test_given_answers_are_aligned_too(aligned: Make) -> None:
+def test_given_answers_are_scored_by_an_aligned_teacher(aligned: Make) -> None:
     run = understudy.train(aligned("run", rollout__off_policy=1.0, loss__sft_coef=0.5), progress=False)
-    for _, columns in kept(run.dir, 1):
+    for _, columns in kept_rows_of(run.dir, 1):
         assert np.isnan(columns["behaviour_logprobs"]).all() and (columns["teacher_logprobs"] < 0).all()
 
 
@@ -283,7 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("more", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_cannot_be_aligned_is_refused_before_anything_starts(
+def test_settings_and_data_that_cannot_be_aligned_are_refused(
     aligned: Make, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnderstudyError) as refused:
@@ -291,18 +296,20 @@ def test_what_cannot_be_aligned_is_refused_before_anything_starts(
     assert message in str(refused.value)
 
 
-def test_check_says_what_is_aligned(aligned: Make, train_rows: Path, tmp_path: Path) -> None:
+def test_check_reports_how_many_of_the_teachers_tokens_are_aligned(
+    aligned: Make, train_rows: Path, tmp_path: Path
+) -> None:
     table = aligned("run", data__train=str(train_rows))
     code, output = call_cli("check", str(write_toml(tmp_path / "r.toml", table)))
     flat = " ".join(output.split())
     assert code == 0 and "teachers.other has another tokenizer: 38 of its" in flat, output
 
 
-def test_a_teachers_room_is_counted_in_its_own_tokens(
+def test_a_teachers_context_limit_is_counted_in_the_teachers_tokens(
     recipe: Make, other: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A long number is half as many tokens for the teacher as for the student: its context does not limit the student's
-    prompt, which `data.overlong` is about."""
+    """A long number has half as many tokens for the teacher as for the student. So the teacher's context,
+    counted in its own tokens, holds the prompt, and `data.overlong = "drop"` drops nothing."""
     rows = [
         {**row, "messages": [{"role": "user", "content": f"{place:060d}"}]} for place, row in enumerate(ROWS)
     ]
@@ -328,10 +335,10 @@ def test_a_teachers_room_is_counted_in_its_own_tokens(
     )
 
 
-def test_a_server_that_reads_other_tokens_than_the_named_model_is_refused(
+def test_a_teacher_server_whose_tokenizer_differs_from_the_named_model_is_refused(
     aligned: Make, other: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Completions are tokenized by the files of `model`; under other ids the teacher would score another text."""
+    """Completions are tokenized with the files of `model`; a server with other ids would score another text."""
     named = tmp_path / "named"
     shutil.copytree(other[0], named)
     byte_level([*reversed(PAIRS)], SPECIAL).save(str(named / "tokenizer.json"))

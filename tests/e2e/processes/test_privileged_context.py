@@ -1,4 +1,4 @@
-"""Teachers that read a prompt of their own, in whole runs: scores, losses, mixtures, schedules, kills, dead letters."""
+"""Teachers with a prompt of their own, in whole runs: scores, losses, mixtures, schedules, kills, dead letters."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from understudy.types.scores import ScoreItem
 
 Make = Callable[..., dict[str, Any]]
 ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()][:64]
-OWN = {"add": "{{ answer }}{{ prompt }}", "sort": "{{ prompt }}{{ answer }}{{ answer }}"}
+TEACHER_PROMPTS = {"add": "{{ answer }}{{ prompt }}", "sort": "{{ prompt }}{{ answer }}{{ answer }}"}
 VOCABULARY = json.loads((ASSETS / "models" / "student" / "config.json").read_text())["vocab_size"]
 SMALL: dict[str, Any] = {
     "trainer__steps": 2,
@@ -35,11 +35,11 @@ SMALL: dict[str, Any] = {
 
 def recipe_with(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
     """A small run whose two teachers read prompts with the answer."""
-    prompts = {f"teachers__{teacher}__prompt": prompt for teacher, prompt in OWN.items()}
+    prompts = {f"teachers__{teacher}__prompt": prompt for teacher, prompt in TEACHER_PROMPTS.items()}
     return recipe(name, **{**prompts, **SMALL, **more})
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
@@ -65,14 +65,14 @@ def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     return lines, {name: value.tobytes() for name, value in weights.items()}
 
 
-def test_scores_and_loss_are_those_of_a_plain_forward_after_the_teachers_prompt(recipe: Make) -> None:
-    """The loss of the first step by enumeration of the whole vocabulary, under the student's own prompt on one
-    side and the teacher's on the other. Positions that slip by one would miss by nats."""
+def test_scores_and_loss_equal_a_plain_forward_after_the_teachers_own_prompt(recipe: Make) -> None:
+    """The first step's loss is recomputed over the whole vocabulary, with the student after its prompt and the teacher
+    after the teacher's prompt. Positions off by one would differ by nats."""
     run = understudy.train(
         recipe_with(recipe, "run", loss__topk=VOCABULARY, trainer__batch_size=4, data__shuffle=False),
         progress=False,
     )
-    rows, losses, off_by_one = kept(run.dir, 1), [], []
+    rows, losses, off_by_one = kept_rows_of(run.dir, 1), [], []
     assert len(rows) == 4 and {summary["teacher"] for summary, _ in rows} == {"add", "sort"}
     for summary, columns in rows:
         teacher, tokens = summary["teacher"], columns["tokens"]
@@ -90,18 +90,20 @@ def test_scores_and_loss_are_those_of_a_plain_forward_after_the_teachers_prompt(
         assert np.allclose(best, columns["teacher_topk_logprobs"], rtol=1e-5, atol=1e-5)
         q_PV = plain_logprobs("student", tokens, np.flatnonzero(mask))
         losses += (np.exp(p_PV) * (p_PV - q_PV)).sum(1).tolist()
-        slipped = plain_logprobs(f"teacher-{teacher}", whole, positions - 1)
-        off_by_one.append(np.abs(slipped[np.arange(len(written)), written] - found).max())
+        shifted = plain_logprobs(f"teacher-{teacher}", whole, positions - 1)
+        off_by_one.append(np.abs(shifted[np.arange(len(written)), written] - found).max())
     assert run.metrics[0]["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert min(off_by_one) > 0.01
 
 
-def test_positions_that_slip_by_one_change_the_run(recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: a request whose scored tokens follow a prompt that is one token short."""
+def test_positions_off_by_one_fail_the_comparison_with_a_plain_forward(
+    recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shows that the test above can fail: here the teacher's prompt lacks its last token."""
     right = ScoreItem.after
     monkeypatch.setattr(ScoreItem, "after", lambda self, prompt: right(self, prompt[:-1]))
     with pytest.raises(AssertionError):
-        test_scores_and_loss_are_those_of_a_plain_forward_after_the_teachers_prompt(recipe)
+        test_scores_and_loss_equal_a_plain_forward_after_the_teachers_own_prompt(recipe)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,9 @@ def test_positions_that_slip_by_one_change_the_run(recipe: Make, monkeypatch: py
         pytest.param({"teachers__add__cache_bytes": 10**6}, id="cache"),
     ],
 )
-def test_the_bits_do_not_depend_on_who_asks(recipe: Make, more: dict[str, Any]) -> None:
+def test_workers_the_async_schedule_and_a_teacher_cache_give_the_same_bits(
+    recipe: Make, more: dict[str, Any]
+) -> None:
     one = understudy.train(recipe_with(recipe, "one"), progress=False)
     other = understudy.train(recipe_with(recipe, "other", **more), progress=False)
     assert bits(one.dir) == bits(other.dir)
@@ -120,8 +124,8 @@ def test_the_bits_do_not_depend_on_who_asks(recipe: Make, more: dict[str, Any]) 
     assert one.metrics[0]["actor/loss"] != plain.metrics[0]["actor/loss"]
 
 
-def test_fast_runs_give_the_same_losses(recipe: Make) -> None:
-    """Rows that end together share requests: each teacher's prompt stays with its row."""
+def test_fast_mode_with_teacher_prompts_has_nearly_the_first_loss_of_full_determinism(recipe: Make) -> None:
+    """In fast mode, rows that end together share a scoring request; each must keep its own teacher's prompt."""
     full = understudy.train(recipe_with(recipe, "full"), progress=False)
     fast = understudy.train(recipe_with(recipe, "fast", run__determinism="fast"), progress=False)
     assert fast.metrics[0]["actor/loss"] == pytest.approx(full.metrics[0]["actor/loss"], abs=1e-5)
@@ -129,8 +133,10 @@ def test_fast_runs_give_the_same_losses(recipe: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["row_journal.after_put:1", "sync.after_update:2"])
-def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: str) -> None:
-    """Killed when rollouts are in the journal and their scores are not: a resume asks for them again."""
+def test_a_killed_and_resumed_run_with_teacher_prompts_gives_the_same_bits(
+    recipe: Make, tmp_path: Path, fault: str
+) -> None:
+    """One kill happens while rollouts are in the journal and their scores are not: the resume asks for scores again."""
     more = {"trainer__checkpoint_every": 1, "data__train": str(ASSETS / "data" / "train.jsonl")}
     table = recipe_with(recipe, "killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
@@ -140,15 +146,15 @@ def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: s
     straight = understudy.train(recipe_with(recipe, "straight", **more), progress=False)
     run = Path(table["run"]["dir"])
     assert bits(run) == bits(straight.dir)
-    assert [one for one, _ in kept(run, 2)] == [one for one, _ in kept(straight.dir, 2)]
+    assert [one for one, _ in kept_rows_of(run, 2)] == [one for one, _ in kept_rows_of(straight.dir, 2)]
     report = audit(run)
     assert report.balanced and (report.trained, report.dead, report.in_flight) == (16, 0, 0), str(report)
 
 
-def test_teachers_of_a_mixture_read_each_its_own_prompt(recipe: Make) -> None:
+def test_each_teacher_of_a_mixture_reads_its_own_prompt(recipe: Make) -> None:
     rows = [{**row, "teacher_weights": {"add": 0.25, "sort": 0.75}} for row in ROWS]
     run = understudy.train(recipe_with(recipe, "run", data__train=rows, loss__topk=4), progress=False)
-    for summary, columns in kept(run.dir, 1):
+    for summary, columns in kept_rows_of(run.dir, 1):
         assert summary["teacher"] == "add+sort" and summary["teacher_prompts"].keys() == {"add", "sort"}
         written = columns["tokens"][int(columns["loss_mask"].argmax()) :]
         mixed = np.zeros((len(written), VOCABULARY))
@@ -162,12 +168,14 @@ def test_teachers_of_a_mixture_read_each_its_own_prompt(recipe: Make) -> None:
         assert np.allclose(named, columns["teacher_topk_logprobs"], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_that_does_not_fit_its_teacher(recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused at start by the length of the teacher's own prompt. A row that grows too long during the run is that
-    row's dead letter."""
+def test_a_row_too_long_for_its_teacher_is_refused_at_start_or_becomes_a_dead_letter(
+    recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused at start for the length of the teacher's own prompt. With that check disabled, the row
+    becomes a dead letter of the run."""
     rows = [{**row, "hint": "1" * 120 if i == 3 else "1"} for i, row in enumerate(ROWS[:8])]
     more: dict[str, Any] = {"data__train": rows, "data__shuffle": False, "trainer__steps": 1}
-    more |= {f"teachers__{teacher}__prompt": "{{ hint }}{{ prompt }}" for teacher in OWN}
+    more |= {f"teachers__{teacher}__prompt": "{{ hint }}{{ prompt }}" for teacher in TEACHER_PROMPTS}
     teacher = rows[3]["data_source"]
     with pytest.raises(UnderstudyError, match=rf"teacher {teacher}: .*holds 128 tokens"):
         understudy.train(recipe_with(recipe, "refused", **more), progress=False)
@@ -178,7 +186,9 @@ def test_a_row_that_does_not_fit_its_teacher(recipe: Make, monkeypatch: pytest.M
     assert audit(run.dir).trained == 7
 
 
-def test_a_column_that_a_row_lacks_is_refused_before_anything_starts(recipe: Make, tmp_path: Path) -> None:
+def test_a_teacher_prompt_with_a_column_that_one_of_its_rows_lacks_is_refused(
+    recipe: Make, tmp_path: Path
+) -> None:
     rows = [dict(row) for row in ROWS[:8]]
     first = next(i for i, row in enumerate(rows) if row["data_source"] == "add")
     del rows[first]["answer"]
@@ -189,7 +199,7 @@ def test_a_column_that_a_row_lacks_is_refused_before_anything_starts(recipe: Mak
     assert understudy.train(table, progress=False).steps == 2, "no other teacher scores that row"
 
 
-def test_distill_takes_a_teachers_prompt(recipe: Make, tmp_path: Path) -> None:
+def test_distill_accepts_a_teacher_prompt(recipe: Make, tmp_path: Path) -> None:
     run = understudy.distill(
         student=ASSETS / "models" / "student",
         teacher=ASSETS / "models" / "teacher-add",
@@ -203,4 +213,4 @@ def test_distill_takes_a_teachers_prompt(recipe: Make, tmp_path: Path) -> None:
         run__dir=str(tmp_path / "run"),
         run__threads=1,
     )
-    assert all("teacher" in summary["teacher_prompts"] for summary, _ in kept(run.dir, 1))
+    assert all("teacher" in summary["teacher_prompts"] for summary, _ in kept_rows_of(run.dir, 1))

@@ -1,4 +1,4 @@
-"""Runs under a teacher with eight-bit weights: nearly the losses of the full one, repeated and resumed to the bit."""
+"""Runs under a teacher with eight-bit weights: losses near those of full weights, and equal metrics after a resume."""
 
 import signal
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def teachers(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(150)
-def test_its_losses_are_near_the_full_ones_and_its_error_is_logged(recipe: Make, tmp_path: Path) -> None:
+def test_an_int8_teacher_gives_nearly_the_same_loss_and_logs_its_error(recipe: Make, tmp_path: Path) -> None:
     full = understudy.train(recipe("full", teachers=teachers(), trainer__steps=1), progress=False)
     table = recipe("int8", teachers=teachers(quantize="int8"), trainer__steps=1)
     int8 = understudy.train(table, progress=False)
@@ -33,7 +33,9 @@ def test_its_losses_are_near_the_full_ones_and_its_error_is_logged(recipe: Make,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, mode: str) -> None:
+def test_a_killed_and_resumed_run_with_an_int8_teacher_has_the_same_metrics(
+    recipe: Make, tmp_path: Path, mode: str
+) -> None:
     more = {"teachers": teachers(quantize="int8"), "trainer__mode": mode, "run__determinism": "full"}
     if mode == "fully_async":
         more |= {"trainer__max_staleness": 0}

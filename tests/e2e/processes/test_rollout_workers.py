@@ -1,4 +1,4 @@
-"""Agent loops in worker processes, through the trainer: the same run, its failures set aside, its time accounted for."""
+"""Runs with agent loops in worker processes: equal metrics, failing sessions, killed workers, time metrics."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from understudy.observability.metrics import without_clock
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
+def test_a_session_whose_agent_loop_raises_or_hangs_becomes_a_dead_letter(
     recipe: Callable[..., dict[str, Any]], workers: int
 ) -> None:
     options = {"troubled_loop:Troubled": {"raises": [1, 5], "hangs": [6]}}
@@ -46,18 +46,19 @@ def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
 
 
 @pytest.mark.slow
-def test_workers_change_nothing_but_the_clock(recipe: Callable[..., dict[str, Any]]) -> None:
+def test_a_run_with_workers_has_the_metrics_of_a_run_without(recipe: Callable[..., dict[str, Any]]) -> None:
     here = understudy.train(recipe("here", trainer__steps=2), progress=False)
     there = understudy.train(recipe("there", trainer__steps=2, rollout__workers=2), progress=False)
     assert [without_clock(line) for line in there.metrics] == [without_clock(line) for line in here.metrics]
 
 
 @pytest.mark.slow
-def test_workers_killed_in_a_generation_change_no_bit(
+def test_workers_killed_during_a_generation_do_not_change_the_metrics(
     recipe: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every worker process dies at its 15th answer, in the middle of an agent's turns. Its sessions begin again and get the
-    generations that they had: the engine's batches, and so the last digits of logprobs, are those of a run without deaths."""
+    """Every worker process dies at its 15th answer, in the middle of an agent's turns. Its sessions begin again
+    and get the generations that they already had: the engine's batches, and so the last digits of logprobs, do
+    not change."""
     paths = [str(Path(__file__).parents[2] / "ray"), *sys.path]
     monkeypatch.setattr(sys, "path", paths)
     turns = {"rollout__agent": "two_turns:TwoTurns", "trainer__steps": 1, "trainer__batch_size": 16}
@@ -68,7 +69,9 @@ def test_workers_killed_in_a_generation_change_no_bit(
     assert [without_clock(line) for line in there.metrics] == [without_clock(line) for line in here.metrics]
 
 
-def test_a_step_says_where_its_rollouts_time_went(recipe: Callable[..., dict[str, Any]]) -> None:
+def test_a_step_s_metrics_report_the_time_of_each_rollout_activity(
+    recipe: Callable[..., dict[str, Any]],
+) -> None:
     line = understudy.train(recipe(trainer__steps=1), progress=False).last
     for activity in ("generate", "loop", "reward", "score"):
         low, mean, high = (line[f"time/rollout/{activity}/{name}"] for name in ("min", "mean", "max"))

@@ -35,8 +35,8 @@ Weights = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture
-def own(train_rows: Path, tmp_path: Path) -> Make:
-    """Tables of a run in which the student in one version scores sums, and in another one sorting."""
+def make_recipe(train_rows: Path, tmp_path: Path) -> Make:
+    """Makes recipes whose teachers are the student itself: version `add` scores sums, version `sort` scores sorting."""
 
     def make(name: str, add: Any, sort: Any, **more: Any) -> dict[str, Any]:
         teachers = {
@@ -68,22 +68,22 @@ def own(train_rows: Path, tmp_path: Path) -> Make:
     return make
 
 
-def published(run: Path, version: int) -> Weights:
+def published_weights(run: Path, version: int) -> Weights:
     return load_file(run / "checkpoints" / f"step-{version:06d}" / "model.safetensors") if version else {}
 
 
-def averaged(run: Path, version: int) -> Weights:
-    """The running average by its definition, from the checkpoints of every step."""
+def averaged_weights(run: Path, version: int) -> Weights:
+    """The running average of the weights, computed from the checkpoints of every step."""
     start = dict(AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32).named_parameters())
     average = {name: tensor.detach().double() for name, tensor in start.items()}
     for step in range(1, version + 1):
-        weights = published(run, step)
+        weights = published_weights(run, step)
         average = {name: DECAY * old + (1 - DECAY) * weights[name].double() for name, old in average.items()}
     return average
 
 
 def logprobs(weights: Weights, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [P, V] of a plain forward pass of the student with these weights; {}: its own."""
+    """float64 [P, V] of a plain forward pass of the student with these weights ({}: its original ones)."""
     model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float64).eval()
     model.load_state_dict(dict(weights), strict=False)
     with torch.no_grad():
@@ -91,13 +91,13 @@ def logprobs(weights: Weights, tokens: np.ndarray, positions: np.ndarray) -> np.
     return torch.log_softmax(logits, -1).numpy()[positions - 1]
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
 
-def apart(weights: Weights, teacher: str, columns: dict[str, Any]) -> float:
-    """The largest difference in nats between a row's stored scores and a plain forward with these weights."""
+def largest_difference(weights: Weights, teacher: str, columns: dict[str, Any]) -> float:
+    """The largest difference in probability between a row's stored scores and a plain forward with these weights."""
     prompt, first = columns[f"teacher_prompt_{teacher}"], int(columns["loss_mask"].argmax())
     written = columns["tokens"][first:]
     p_PV = logprobs(weights, np.concatenate([prompt, written]), len(prompt) + np.arange(len(written)))
@@ -113,40 +113,42 @@ def bits(run: Path, step: int = 4) -> tuple[list[dict[str, Any]], dict[str, byte
 
 
 @pytest.mark.slow
-def test_each_version_scores_with_its_own_weights(own: Make) -> None:
-    """Whole distributions against a plain forward with the weights that the version means, in every step."""
-    first = understudy.train(own("first", "live", 2), progress=False).dir
-    second = understudy.train(own("second", "ema", "start"), progress=False).dir
+def test_each_teacher_version_scores_with_the_weights_of_that_version(make_recipe: Make) -> None:
+    """Compares whole distributions with a plain forward pass with that version's weights, in several steps."""
+    first = understudy.train(make_recipe("first", "live", 2), progress=False).dir
+    second = understudy.train(make_recipe("second", "ema", "start"), progress=False).dir
     expected: dict[str, Callable[[Path, int], tuple[int, Weights]]] = {
-        "live": lambda run, before: (before, published(run, before)),
-        "2": lambda run, before: (max(0, before - 2), published(run, max(0, before - 2))),
-        "ema": lambda run, before: (before, averaged(run, before)),
+        "live": lambda run, before: (before, published_weights(run, before)),
+        "2": lambda run, before: (max(0, before - 2), published_weights(run, max(0, before - 2))),
+        "ema": lambda run, before: (before, averaged_weights(run, before)),
         "start": lambda run, before: (-1, {}),
     }
     for run, kinds in ((first, {"add": "live", "sort": "2"}), (second, {"add": "ema", "sort": "start"})):
         for step in (1, 2, 4):
-            rows = kept(run, step)
+            rows = kept_rows_of(run, step)
             for teacher, kind in kinds.items():
                 version, weights = expected[kind](run, step - 1)
                 mine = [columns for summary, columns in rows if summary["teacher"] == teacher]
                 assert mine and {int(columns["teacher_version"]) for columns in mine} == {version}
-                assert apart(weights, teacher, mine[0]) < 1e-5
+                assert largest_difference(weights, teacher, mine[0]) < 1e-5
                 if step == 4:
-                    assert apart(published(run, 4), teacher, mine[0]) > 1e-4, "another version would show"
+                    assert largest_difference(published_weights(run, 4), teacher, mine[0]) > 1e-4, (
+                        "scores of another version should differ"
+                    )
 
 
 @pytest.mark.slow
-def test_neither_replicas_nor_the_schedule_change_a_bit(own: Make) -> None:
-    one = understudy.train(own("one", "live", 1), progress=False).dir
-    table = own("other", "live", 1, trainer__mode="fully_async", trainer__max_staleness=0.0)
+def test_two_replicas_and_the_async_schedule_give_the_same_bits(make_recipe: Make) -> None:
+    one = understudy.train(make_recipe("one", "live", 1), progress=False).dir
+    table = make_recipe("other", "live", 1, trainer__mode="fully_async", trainer__max_staleness=0.0)
     table["teachers"]["add"]["replicas"] = 2
     assert bits(understudy.train(table, progress=False).dir) == bits(one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_replica_that_dies_at_a_publish_comes_back_with_the_new_version(
-    own: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+def test_a_replica_killed_at_a_publish_restarts_with_the_new_version(
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The only replica of a teacher is killed just before it gets the weights of version 2, or just after."""
     launchers: dict[str, LocalTeachers] = {}
@@ -171,21 +173,21 @@ def test_a_replica_that_dies_at_a_publish_comes_back_with_the_new_version(
             kill()
         return lost
 
-    straight = understudy.train(own("straight", "live", 1), progress=False).dir
+    straight = understudy.train(make_recipe("straight", "live", 1), progress=False).dir
     monkeypatch.setattr(LocalTeachers, "start", noted)
     monkeypatch.setattr(FollowingReplicas, "send", sent)
-    run = understudy.train(own("killed", "live", 1), progress=False).dir
+    run = understudy.train(make_recipe("killed", "live", 1), progress=False).dir
     assert "back after a restart" in (run / "logs" / "trainer.log").read_text()
     assert bits(run) == bits(straight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "hangs_at"), [("sync", 0), ("fully_async", 2)])
-def test_a_publish_goes_on_without_a_replica_that_hangs(
-    own: Make, monkeypatch: pytest.MonkeyPatch, mode: str, hangs_at: int
+def test_a_publish_completes_without_a_replica_that_hangs(
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, mode: str, hangs_at: int
 ) -> None:
-    """One of two replicas, taken to be on another machine, is stopped before it joins the broadcast group, or as a member
-    of it. A publish used to wait for 120 s."""
+    """One of two replicas, treated as if it were on another machine, is stopped before it joins the broadcast group or
+    once it is a member. A publish used to wait for 120 s."""
     publishes: list[tuple[Sequence[str], dict[str, str]]] = []
     pids: dict[str, int] = {}
     start, send = LocalProcesses.start, FollowingReplicas.send
@@ -211,7 +213,7 @@ def test_a_publish_goes_on_without_a_replica_that_hangs(
     monkeypatch.setattr(LocalProcesses, "start", noted)
     monkeypatch.setattr(LocalProcesses, "shares_memory", lambda *_: False)
     monkeypatch.setattr(FollowingReplicas, "send", sent)
-    table = own("hung", "live", "live", **more)
+    table = make_recipe("hung", "live", "live", **more)
     table["teachers"]["add"]["replicas"] = 2
     before_last = table["trainer"]["steps"] - 1
     run = understudy.train(table, progress=False, on_step=until_back(before_last)).dir
@@ -222,7 +224,9 @@ def test_a_publish_goes_on_without_a_replica_that_hangs(
     assert report.balanced and report.dead == 0
     if mode == "sync":
         monkeypatch.undo()
-        assert bits(run) == bits(understudy.train(own("straight", "live", "live"), progress=False).dir)
+        assert bits(run) == bits(
+            understudy.train(make_recipe("straight", "live", "live"), progress=False).dir
+        )
 
 
 @pytest.mark.slow
@@ -230,45 +234,51 @@ def test_a_publish_goes_on_without_a_replica_that_hangs(
     ("version", "fault"),
     [("ema", "sync.after_metrics:3"), ("ema", "sync.after_update:3"), ("live", "sync.after_update:3")],
 )
-def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path, version: str, fault: str) -> None:
-    """The checkpoint is of step 2 and the teacher lags by 1: it needs weights that only `teacher_weights` has."""
+def test_a_killed_run_with_a_lagging_teacher_resumes_to_the_same_bits(
+    make_recipe: Make, tmp_path: Path, version: str, fault: str
+) -> None:
+    """The checkpoint is of step 2 and the teacher lags by 1: the resume needs weights that only
+    `teacher_weights` has."""
     more: dict[str, Any] = {"trainer__checkpoint_every": 2, "trainer__keep_checkpoints": 2}
-    table = own("resumed", version, 1, **more)
+    table = make_recipe("resumed", version, 1, **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
-    straight = understudy.train(own("straight", version, 1, **more), progress=False).dir
+    straight = understudy.train(make_recipe("straight", version, 1, **more), progress=False).dir
     run = Path(table["run"]["dir"])
     assert bits(run) == bits(straight)
-    rows, others = ([line["teacher_version"] for line, _ in kept(one, 4)] for one in (run, straight))
+    rows, others = ([line["teacher_version"] for line, _ in kept_rows_of(one, 4)] for one in (run, straight))
     assert rows == others and set(rows) == {2, 3}
     assert sorted(one.name for one in (run / "teacher_weights").iterdir()) == [
         f"v{version}.safetensors" for version in (1, 2, 3, 4)
     ], "older ones are removed"
 
 
-def test_async_rows_are_scored_by_one_version_within_the_bound(own: Make) -> None:
-    """With staleness 1 and partial rollouts, versions depend on timing; each row's whole scores are those of
-    the one version that it names, and no further back than the proof allows."""
-    table = own("run", "live", 1, trainer__mode="fully_async", trainer__max_staleness=1.0, trainer__steps=6)
+def test_each_async_row_is_scored_by_one_version_within_the_staleness_bound(make_recipe: Make) -> None:
+    """With staleness 1 and partial rollouts, versions depend on timing. All scores of a row must come from the
+    one version that it names, and that version must not be older than the bound."""
+    table = make_recipe(
+        "run", "live", 1, trainer__mode="fully_async", trainer__max_staleness=1.0, trainer__steps=6
+    )
     run = understudy.train(table, progress=False).dir
     seen = set()
     for step in (2, 4, 6):
-        for summary, columns in kept(run, step):
+        for summary, columns in kept_rows_of(run, step):
             version, teacher = int(columns["teacher_version"]), summary["teacher"]
             age = step - 1 - version
             assert 0 <= age - (teacher == "sort") <= 1 or version == 0
-            assert apart(published(run, version), teacher, columns) < 1e-5
+            assert largest_difference(published_weights(run, version), teacher, columns) < 1e-5
             seen.add(age)
     assert seen >= {0, 1} or seen >= {1, 2}
 
 
-def test_a_checkpoint_that_is_written_for_long_keeps_the_weights_that_its_resume_needs(
-    own: Make, monkeypatch: pytest.MonkeyPatch
+def test_teacher_weights_that_an_unfinished_checkpoint_needs_are_kept(
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer publishes meanwhile. It used to remove what no finished checkpoint needed, so that the run could not be resumed."""
-    table = own("run", 1, 1, trainer__steps=5, trainer__checkpoint_every=2, trainer__async_save=True)
+    """The trainer publishes while the checkpoint is written. It used to remove weights that no finished
+    checkpoint needed, so that the run could not be resumed."""
+    table = make_recipe("run", 1, 1, trainer__steps=5, trainer__checkpoint_every=2, trainer__async_save=True)
     folder = Path(table["run"]["dir"]) / "teacher_weights"
     save, needed = CheckpointStore.save, dict[int, bool]()
 
@@ -276,7 +286,7 @@ def test_a_checkpoint_that_is_written_for_long_keeps_the_weights_that_its_resume
         deadline = time.monotonic() + 20
         while step < 5 and not (folder / f"v{step + 1}.safetensors").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.1)  # what is not needed is removed right after
+        time.sleep(0.1)  # the trainer removes unneeded weights right after that file appears
         found = save(store, step, *rest)
         needed[step] = (folder / f"v{step - 1}.safetensors").exists()
         return found
@@ -287,8 +297,10 @@ def test_a_checkpoint_that_is_written_for_long_keeps_the_weights_that_its_resume
 
 
 @pytest.mark.slow
-def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
-    table = own("run", 1, 2, trainer__steps=3)
+def test_resume_is_refused_when_weights_of_a_lagging_teacher_are_damaged_or_missing(
+    make_recipe: Make,
+) -> None:
+    table = make_recipe("run", 1, 2, trainer__steps=3)
     run = understudy.train(table, progress=False).dir
     earlier = run / "teacher_weights" / "v1.safetensors"
     earlier.write_bytes(earlier.read_bytes()[:-100])
@@ -310,10 +322,10 @@ def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
         ({"placement": "external", "urls": ["http://127.0.0.1:1"]}, "started by the run"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
-    own: Make, change: dict[str, Any], message: str
+def test_contradictory_self_teacher_settings_are_refused(
+    make_recipe: Make, change: dict[str, Any], message: str
 ) -> None:
-    table = own("never", "start", "start")
+    table = make_recipe("never", "start", "start")
     table["teachers"] = {"me": {"model": "student", **change}}
     with pytest.raises(ConfigError, match=message):
         understudy.train(table, progress=False)

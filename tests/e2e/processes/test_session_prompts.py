@@ -1,4 +1,4 @@
-"""Teachers' prompts that show what became of the attempt: its reward, feedback, and a sibling's right answer."""
+"""Teacher prompts that show the session's reward, its feedback, and the right answer of a sibling session."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def recipe_with(recipe: Make, name: str, **more: Any) -> dict[str, Any]:
     return table
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
@@ -70,13 +70,13 @@ def expected_scores(teacher: str, prompt: np.ndarray, written: np.ndarray) -> np
     return p_TV[at - 1, tokens[at]].numpy()
 
 
-def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recipe: Make) -> None:
+def test_teacher_prompts_show_the_reward_the_feedback_and_a_siblings_right_answer(recipe: Make) -> None:
     run = understudy.train(recipe_with(recipe, "run"), progress=False).dir
     whole = [json.loads(line) for line in (run / "rollouts" / "000001.jsonl").open(encoding="utf-8")]
     assert len(whole) == 12, "a few of these rows are kept with all their columns"
     texts = {row["key"]: re.sub("<[a-z]+>", "", row["completion"]) for row in whole}
     rewards = {row["key"]: row["reward"] for row in whole}
-    rows, solutions = kept(run, 1), 0
+    rows, solutions = kept_rows_of(run, 1), 0
     for line, columns in rows:
         teacher, text = line["teacher"], texts[line["key"]]
         read = columns[f"teacher_prompt_{teacher}"]
@@ -107,14 +107,16 @@ def test_teachers_read_the_reward_the_feedback_and_a_siblings_right_answer(recip
         pytest.param({"trainer__mode": "fully_async", "trainer__max_staleness": 0}, id="async"),
     ],
 )
-def test_the_bits_do_not_depend_on_which_session_ends_first(recipe: Make, more: dict[str, Any]) -> None:
+def test_session_prompts_give_the_same_bits_with_workers_and_when_async(
+    recipe: Make, more: dict[str, Any]
+) -> None:
     one = understudy.train(recipe_with(recipe, "one"), progress=False).dir
     assert bits(one) == bits(understudy.train(recipe_with(recipe, "other", **more), progress=False).dir)
 
 
 @pytest.mark.slow
-def test_fast_runs_do_not_wait_for_ever(recipe: Make) -> None:
-    """Sessions are batched by arrival."""
+def test_a_run_with_session_prompts_finishes_in_fast_mode(recipe: Make) -> None:
+    """Sessions are batched by arrival, while the score of a session waits for its siblings: that must not deadlock."""
     table = recipe_with(recipe, "run", run__determinism="fast", rollout__max_batch=2)
     assert understudy.train(table, progress=False).steps == 2
 
@@ -122,8 +124,10 @@ def test_fast_runs_do_not_wait_for_ever(recipe: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["row_journal.after_put:1", "row_journal.after_put:2"])
 @pytest.mark.parametrize("determinism", ["full", "fast"])
-def test_kill_and_resume(recipe: Make, tmp_path: Path, fault: str, determinism: str) -> None:
-    """Rollouts are in the journal, with their feedback; some may have scores. A resume scores the rest."""
+def test_a_killed_and_resumed_run_shows_the_same_session_prompts(
+    recipe: Make, tmp_path: Path, fault: str, determinism: str
+) -> None:
+    """At the kill, rollouts and their feedback are in the journal; some have scores. The resume scores the rest."""
     table = recipe_with(recipe, "killed", run__determinism=determinism)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
@@ -135,11 +139,11 @@ def test_kill_and_resume(recipe: Make, tmp_path: Path, fault: str, determinism: 
     run = Path(table["run"]["dir"])
     if determinism == "full":
         assert bits(run) == bits(straight)
-    first, second = ([line["teacher_prompts"] for line, _ in kept(one, 1)] for one in (run, straight))
+    first, second = ([line["teacher_prompts"] for line, _ in kept_rows_of(one, 1)] for one in (run, straight))
     assert first == second
 
 
-def test_a_siblings_answer_needs_siblings(recipe: Make) -> None:
+def test_session_solution_in_a_prompt_is_refused_with_one_session_per_prompt(recipe: Make) -> None:
     with pytest.raises(ConfigError, match=r"shows session.solution.*rollout.n = 1"):
         understudy.train(recipe_with(recipe, "never", rollout__n=1), progress=False)
 
@@ -152,7 +156,9 @@ def test_a_siblings_answer_needs_siblings(recipe: Make) -> None:
         ("{{ session.feedback }}{{ prompt }}", "feedback"),
     ],
 )
-def test_without_a_reward_there_is_nothing_to_show(recipe: Make, prompt: str, shown: str) -> None:
+def test_session_values_in_a_prompt_are_refused_without_a_reward(
+    recipe: Make, prompt: str, shown: str
+) -> None:
     table = recipe_with(recipe, "never", teachers__add__prompt=prompt, teachers__sort__prompt="{{ prompt }}")
     del table["data"]["reward"]
     with pytest.raises(ConfigError, match=f"teachers.add.prompt shows session.{shown}, .* set data.reward"):

@@ -1,4 +1,4 @@
-"""A teacher that does not stay up: the run ends with the process's own words when it was started again too often."""
+"""A teacher over its restart limit: the run ends, and the error shows the last line of the teacher's log."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from understudy.dataplane.ledger import audit
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_teacher_over_its_limit_ends_the_run_and_a_resume_loses_no_row(tmp_path: Path) -> None:
+def test_a_teacher_over_its_restart_limit_ends_the_run_and_a_resume_loses_no_row(tmp_path: Path) -> None:
     steps = 60
     table = {
         "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
@@ -28,7 +28,7 @@ def test_a_teacher_over_its_limit_ends_the_run_and_a_resume_loses_no_row(tmp_pat
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:
-        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not take six steps"
         time.sleep(0.01)
     family = psutil.Process(process.pid).children(recursive=True)
     (teacher,) = [one for one in family if "understudy.teacher.replica.server" in one.cmdline()]
@@ -40,7 +40,7 @@ def test_a_teacher_over_its_limit_ends_the_run_and_a_resume_loses_no_row(tmp_pat
     assert "no replica of teacher add is left" in message and "cluster.restarts.teacher" in message
     last_line = (tmp_path / "run" / "logs" / "teacher-add-0.log").read_text().splitlines()[-1]
     assert message.index(last_line) < message.index("given up after 0 restarts"), message
-    assert audit(tmp_path / "run" / "dataplane").dead == 0, "no row was blamed"
+    assert audit(tmp_path / "run" / "dataplane").dead == 0, "the lost teacher made no dead letters"
     again = start_cli("resume", str(tmp_path / "run"), "--quiet")
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 0, output[-3000:]

@@ -1,4 +1,4 @@
-"""Teachers of every kind and number, in whole runs: external servers, mixtures, replicas that come and go."""
+"""Kinds of teachers in whole runs: external servers, mixtures, replicas that are added and removed."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text
 
 
 @pytest.fixture
-def only_add(tmp_path: Path) -> str:
+def add_rows(tmp_path: Path) -> str:
     return rows_file(tmp_path, [row for row in ROWS if row["data_source"] == "add"][:32])
 
 
@@ -36,7 +36,7 @@ def rows_file(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("echo with ids", marks=pytest.mark.slow)])
-def closed_server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+def completions_server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     with running(FakeCompletions(ADD, request.param)) as url:
         yield request.param, url
 
@@ -45,14 +45,14 @@ def external(url: str, **changes: Any) -> dict[str, Any]:
     return {"add": {"model": str(ADD), "placement": "external", "urls": [url], **changes}}
 
 
-def test_a_run_under_a_server_of_another_kind_equals_one_under_ours(
-    recipe: Make, closed_server: tuple[str, str], only_add: str, teacher_urls: dict[str, str]
+def test_a_completions_server_as_teacher_gives_the_losses_of_our_own_server(
+    recipe: Make, completions_server: tuple[str, str], add_rows: str, teacher_urls: dict[str, str]
 ) -> None:
-    flavour, url = closed_server
+    flavour, url = completions_server
     served = (
         "served" if flavour == "echo with ids" else str(ADD)
-    )  # one without a `root` is known by its name alone
-    shared = {"data__train": only_add, "loss__topk": 4, "trainer__steps": 2}
+    )  # a server that reports no `root` is known by its served name alone
+    shared = {"data__train": add_rows, "loss__topk": 4, "trainer__steps": 2}
     theirs = understudy.train(
         recipe("theirs", teachers=external(f"{url}/v1", model=served), **shared), progress=False
     )
@@ -69,18 +69,18 @@ def test_a_run_under_a_server_of_another_kind_equals_one_under_ours(
     assert "shows neither" not in (ours.dir / "logs" / "trainer.log").read_text()
 
 
-def test_a_recipe_that_needs_more_is_refused_with_what_is_possible(
-    recipe: Make, closed_server: tuple[str, str], only_add: str
+def test_a_signal_topk_or_model_that_a_completions_server_lacks_is_refused(
+    recipe: Make, completions_server: tuple[str, str], add_rows: str
 ) -> None:
-    flavour, url = closed_server
+    flavour, url = completions_server
     served = "served" if flavour == "echo with ids" else str(ADD)
     backend = "openai" if flavour == "echo with ids" else "vllm"
-    table = recipe("never", data__train=only_add, teachers=external(url, model=served, backend=backend))
+    table = recipe("never", data__train=add_rows, teachers=external(url, model=served, backend=backend))
     with pytest.raises(
         UnderstudyError, match=rf"cannot give hidden; its {backend} backend offers sampled, topk"
     ):
         understudy.train({**table, "loss": {"kind": "forward_kl", "signal": "hidden"}}, progress=False)
-    table["teachers"]["add"]["backend"] = "auto"  # nothing can be told before the server is asked
+    table["teachers"]["add"]["backend"] = "auto"  # the backend is known only after the server was asked
     with pytest.raises(UnderstudyError, match=r"cannot give hidden; its .* backend offers sampled, topk"):
         understudy.train({**table, "loss": {"kind": "forward_kl", "signal": "hidden"}}, progress=False)
     table["run"]["dir"] += "-again"
@@ -93,25 +93,25 @@ def test_a_recipe_that_needs_more_is_refused_with_what_is_possible(
 
 
 @pytest.mark.slow
-def test_hidden_states_meet_a_head_beside_the_student(
-    recipe: Make, only_add: str, teacher_urls: dict[str, str]
+def test_the_hidden_signal_gives_the_loss_of_a_topk_as_wide_as_the_vocabulary(
+    recipe: Make, add_rows: str, teacher_urls: dict[str, str]
 ) -> None:
-    """Every token of the vocabulary counts: the loss equals that of a topk as wide as the vocabulary."""
+    """With hidden states the trainer applies the teacher's head, so every token of the vocabulary counts."""
     teachers = external(teacher_urls["add"], token_env=TOKEN_VARIABLE)
     vocabulary = json.loads((ADD / "config.json").read_text())["vocab_size"]
-    hidden = recipe("hidden", data__train=only_add, teachers=teachers, trainer__steps=1)
+    hidden = recipe("hidden", data__train=add_rows, teachers=teachers, trainer__steps=1)
     hidden["loss"] = {"kind": "forward_kl", "signal": "hidden"}
-    wide = recipe("wide", data__train=only_add, teachers=teachers, trainer__steps=1, loss__topk=vocabulary)
+    wide = recipe("wide", data__train=add_rows, teachers=teachers, trainer__steps=1, loss__topk=vocabulary)
     losses = [understudy.train(table, progress=False).last["actor/loss"] for table in (hidden, wide)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # hidden states travel as bfloat16
 
 
-def test_an_external_teacher_goes_by_its_name_in_the_recipe(
-    recipe: Make, only_add: str, teacher_urls: dict[str, str]
+def test_metrics_name_an_external_teacher_as_the_recipe_does(
+    recipe: Make, add_rows: str, teacher_urls: dict[str, str]
 ) -> None:
-    """Its server calls itself "add". Hidden states meet their head by this name too."""
+    """Its server calls itself "add". The head for its hidden states is found by the recipe's name too."""
     teachers = {"tutor": external(teacher_urls["add"], token_env=TOKEN_VARIABLE)["add"]}
-    table = recipe(data__train=only_add, teachers=teachers, trainer__steps=1, data__reward=None)
+    table = recipe(data__train=add_rows, teachers=teachers, trainer__steps=1, data__reward=None)
     last = understudy.train(
         {**table, "loss": {"kind": "forward_kl", "signal": "hidden"}}, progress=False
     ).last
@@ -123,7 +123,7 @@ def mixed_rows(weights: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("signal", ["topk", "sampled"])
-def test_rows_may_ask_for_a_mixture_of_teachers(
+def test_rows_with_teacher_weights_are_scored_by_a_mixture_of_teachers(
     recipe: Make, tmp_path: Path, signal: str, teacher_urls: dict[str, str]
 ) -> None:
     weights: list[Any] = [{"add": 0.7, "sort": 0.3}] * 6 + [{"add": 1, "sort": 0}] * 5 + [None] * 5
@@ -137,11 +137,13 @@ def test_rows_may_ask_for_a_mixture_of_teachers(
     assert last["teacher/add+sort/rows"] == 6 and last["teacher/add+sort/share"] == 6 / 16
     assert last["teacher/add/rows"] + last["teacher/sort/rows"] == 10
     assert all(runs[1].last[name] == last[name] for name in ("actor/loss", "teacher/add+sort/kl")), (
-        "to the bit"
+        "a second run should give the same bits"
     )
 
 
-def test_a_mixture_with_a_wrong_name_is_a_dead_letter_with_the_nearest(recipe: Make, tmp_path: Path) -> None:
+def test_a_row_whose_mixture_misspells_a_teacher_becomes_a_dead_letter_with_a_suggestion(
+    recipe: Make, tmp_path: Path
+) -> None:
     data = rows_file(tmp_path, mixed_rows([{"adds": 1.0}] + [{"add": 1.0, "sort": 1.0}] * 15))
     run = understudy.train(
         recipe(data__train=data, trainer__steps=1, trainer__max_dead_letters=0.2), progress=False
@@ -153,7 +155,7 @@ def test_a_mixture_with_a_wrong_name_is_a_dead_letter_with_the_nearest(recipe: M
     assert run.last["teacher/add+sort/rows"] == 15
 
 
-def test_what_mixtures_and_contexts_cannot_do_is_said_before_anything_starts(
+def test_check_refuses_impossible_mixtures_contexts_and_pools(
     recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows_file(tmp_path, mixed_rows([{"add": 1.0, "sort": 1.0}] * 4))
@@ -194,9 +196,9 @@ def test_what_mixtures_and_contexts_cannot_do_is_said_before_anything_starts(
 
 
 @pytest.fixture
-def two_replicas(recipe: Make, only_add: str) -> Callable[..., dict[str, Any]]:
+def two_replicas(recipe: Make, add_rows: str) -> Callable[..., dict[str, Any]]:
     def make(name: str = "run", **overrides: Any) -> dict[str, Any]:
-        table = recipe(name, data__train=only_add, trainer__checkpoint_every=1000, **overrides)
+        table = recipe(name, data__train=add_rows, trainer__checkpoint_every=1000, **overrides)
         table["teachers"] = {"add": {"model": str(ADD), "replicas": 2, "cache_bytes": 1 << 20}}
         return table
 
@@ -205,7 +207,7 @@ def two_replicas(recipe: Make, only_add: str) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # three processes start one after another, on a machine that may be busy
-def test_replicas_join_and_leave_a_run_that_goes_on(
+def test_replicas_are_added_and_removed_while_the_run_continues(
     two_replicas: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = two_replicas(trainer__steps=4000)
@@ -261,7 +263,9 @@ def test_replicas_join_and_leave_a_run_that_goes_on(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_meets_the_teachers_it_knew(two_replicas: Callable[..., dict[str, Any]]) -> None:
+def test_verify_teachers_refuses_teachers_that_changed_since_the_checkpoint(
+    two_replicas: Callable[..., dict[str, Any]],
+) -> None:
     run = understudy.train(two_replicas(trainer__steps=1), progress=False)
     saved = CheckpointStore(RunDir.open(run.dir).checkpoints, 2).load().extra["teachers"]
     verify_teachers(saved, saved)
@@ -278,7 +282,7 @@ def test_a_resumed_run_meets_the_teachers_it_knew(two_replicas: Callable[..., di
 
 
 @pytest.mark.slow
-def test_a_replica_over_two_processes_trains_as_one_process_does(
+def test_a_teacher_over_two_processes_gives_the_loss_of_one_process(
     two_replicas: Callable[..., dict[str, Any]],
 ) -> None:
     losses = []

@@ -1,4 +1,5 @@
-"""Runs whose teacher is a vLLM server of their own: deaths of it change no bit, a resume neither, and it ends with the run."""
+"""Runs that start a vLLM server as their teacher: its deaths and a resume change no metric, and it ends with
+the run."""
 
 import os
 import signal
@@ -34,14 +35,14 @@ def steps_of(run: understudy.Run) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    """Few: a check reads them all."""
+    """Only 64 rows, because the check before a run reads all of them."""
     found = (ASSETS / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:64]
     (tmp_path / "rows.jsonl").write_text("".join(found))
     return str(tmp_path / "rows.jsonl")
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def stand_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     def plan(what: str) -> Path:
         folder = tmp_path / f"plan {what}"
         folder.mkdir()
@@ -52,12 +53,14 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return plan
 
 
-def test_deaths_and_a_resume_change_no_bit(recipe: Make, rows: str, planned: Callable[[str], Path]) -> None:
+def test_vllm_teacher_deaths_and_a_resume_do_not_change_the_metrics(
+    recipe: Make, rows: str, stand_in_vllm: Callable[[str], Path]
+) -> None:
     small = {"data__train": rows, "trainer__steps": 2, "trainer__checkpoint_every": 1}
-    planned("serves")
+    stand_in_vllm("serves")
     whole = understudy.train(recipe("whole", teachers=teachers(), **small), progress=False)
     assert whole.metrics[0]["actor/loss"] != whole.metrics[1]["actor/loss"]
-    folder = planned("12,8,serves")  # killed in its 13th answer, and its successor soon after
+    folder = stand_in_vllm("12,8,serves")  # the server dies in its 13th answer, its successor soon after
     table = recipe("hurt", teachers=teachers(), **small)
 
     def end(step: understudy.Step) -> None:
@@ -68,15 +71,15 @@ def test_deaths_and_a_resume_change_no_bit(recipe: Make, rows: str, planned: Cal
         understudy.train(table, progress=False, on_step=end)
     resumed = understudy.resume(table["run"]["dir"], progress=False)
     assert steps_of(resumed) == steps_of(whole)
-    assert len(lives(folder)) == 4, "two deaths, and the resumed run's own"
+    assert len(lives(folder)) == 4, "the first start, one after each of two deaths, and the resumed run's"
     log = (resumed.dir / "logs" / "trainer.log").read_text()
     assert "back after a restart" in log and "batches by arrival" not in log
 
 
-def test_a_run_ends_with_the_last_words_of_a_server_that_does_not_stay_up(
-    recipe: Make, rows: str, planned: Callable[[str], Path]
+def test_a_run_whose_vllm_teacher_keeps_dying_ends_with_the_server_s_last_output(
+    recipe: Make, rows: str, stand_in_vllm: Callable[[str], Path]
 ) -> None:
-    planned("12,dies at once")
+    stand_in_vllm("12,dies at once")
     table = recipe(data__train=rows, teachers=teachers(), cluster__restarts={"teacher": 1})
     with pytest.raises(UnderstudyError, match=LAST_WORDS) as caught:
         understudy.train(table, progress=False)
@@ -89,8 +92,10 @@ def test_a_run_ends_with_the_last_words_of_a_server_that_does_not_stay_up(
 @pytest.mark.skipif(
     not os.environ.get(PYTHON_VARIABLE), reason=f"set {PYTHON_VARIABLE} to an interpreter that has vLLM"
 )
-def test_a_real_vllm_is_killed_during_a_run(recipe: Make, tmp_path: Path) -> None:
-    """Losses are those under our own replica; a run in which the server is killed repeats the bits of one in which it is not."""
+def test_killing_a_real_vllm_teacher_during_a_run_does_not_change_the_metrics(
+    recipe: Make, tmp_path: Path
+) -> None:
+    """The losses are also near those under a native replica."""
     model = write_student(tmp_path / "teacher", seed=5)
     more = {"trainer__steps": 3, "loss__topk": 6, "cluster__start_timeout_seconds": 400.0}
     ours = understudy.train(recipe("ours", teachers={"big": {"model": model}}, **more), progress=False)

@@ -1,4 +1,5 @@
-"""`rollout.engine = "vllm"`: the trainer starts a real vLLM, gives it every new version of the student, and outlives its death."""
+"""`rollout.engine = "vllm"`: the trainer starts a real vLLM, sends it every new version, and restarts it after
+a kill."""
 
 import asyncio
 import os
@@ -33,7 +34,7 @@ from understudy.trainers.system import System
     not os.environ.get(PYTHON_VARIABLE), reason=f"set {PYTHON_VARIABLE} to an interpreter that has vLLM"
 )
 @pytest.mark.parametrize("signal_kind", ["topk", "at_ids"])
-def test_two_steps_with_live_weights(
+def test_vllm_generates_with_the_newest_weights_after_each_step_and_after_a_kill(
     recipe: Callable[..., dict[str, Any]], signal_kind: str, tmp_path: Path
 ) -> None:
     table = recipe(
@@ -63,22 +64,22 @@ def test_two_steps_with_live_weights(
                     not torch.equal(old, new)
                     for old, new in zip(before, system.learner.policy.model.parameters(), strict=True)
                 )
-                await _writes_with_the_trained_weights(system, version=1)
+                await _assert_server_logprobs_equal_the_policy_s(system, version=1)
                 if signal_kind == "topk":
                     (child,) = system.producer.engine.children.values()
                     os.kill(child.ready["pid"], signal.SIGKILL)
                 second = await take_step(system, 2, Interrupts(print), ProducerMeters())
                 assert first["rollout/weight_version/min"] == 0 and second["rollout/weight_version/min"] == 1
-                await _writes_with_the_trained_weights(system, version=2)
+                await _assert_server_logprobs_equal_the_policy_s(system, version=2)
         finally:
             await processes.close()
 
     asyncio.run(body())
-    assert not list(Path("/dev/shm").glob("understudy-weights-*")), "snapshots are cleared away"
+    assert not list(Path("/dev/shm").glob("understudy-weights-*")), "weight snapshots are removed"
 
 
-async def _writes_with_the_trained_weights(system: System, version: int) -> None:
-    """The server's logprobs are those of the policy as it is now."""
+async def _assert_server_logprobs_equal_the_policy_s(system: System, version: int) -> None:
+    """Generates with the server and compares its logprobs and weight versions with the current policy."""
     prompt = np.array([1, 4, 7, 8, 42, 9, 10, 43, 5], np.int32)
     asked = [GenerateRequest(f"probe-{i}", prompt, Sampling(8), seed=i) for i in range(4)]
     for generation in await asyncio.wait_for(system.producer.engine.generate(asked), 400):
@@ -90,7 +91,9 @@ async def _writes_with_the_trained_weights(system: System, version: int) -> None
         assert set(generation.weight_versions.tolist()) == {version}
 
 
-def test_the_environment_is_asked_for_before_anything_starts(recipe: Callable[..., dict[str, Any]]) -> None:
+def test_preflight_refuses_a_vllm_python_that_is_not_an_interpreter(
+    recipe: Callable[..., dict[str, Any]],
+) -> None:
     from understudy.planning.preflight import preflight
 
     parsed = parse_recipe(recipe(rollout__engine="vllm", rollout__vllm_python=str(ASSETS)[:5] + "/no/python"))

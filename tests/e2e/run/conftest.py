@@ -10,7 +10,7 @@ import understudy
 
 @pytest.fixture
 def distill(tmp_path: Path, teacher_urls: dict[str, str]) -> Callable[..., understudy.Run]:
-    """A small run of the adder, whose keyword arguments may be changed."""
+    """Runs `understudy.distill` with small settings and the teacher for sums; keyword arguments change them."""
 
     def run(name: str = "run", **changes: Any) -> understudy.Run:
         given = {"student": STUDENT, "teacher": ADD, "data": rows("add"), "progress": False, **SMALL}

@@ -1,4 +1,5 @@
-"""Runs from Python: rows and rewards as objects, notebooks, what comes after a run."""
+"""Runs from Python: rows and rewards as objects, notebooks, interrupts, resuming and evaluating a run, wrong
+arguments."""
 
 import asyncio
 import json
@@ -13,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_runs import ADD, SMALL, SORT, STUDENT, external, half_right, in_a_cell, interrupt_after, rows
+from api_runs import (
+    ADD,
+    SMALL,
+    SORT,
+    STUDENT,
+    external,
+    half_reward,
+    interrupt_after,
+    rows,
+    run_in_notebook_cell,
+)
 from small_runs import call_cli
 
 import understudy
@@ -23,7 +34,7 @@ from understudy.observability.metrics import without_clock
 from understudy.observability.rundir import read_json
 
 
-def test_two_keys_that_make_one_name_keep_both_teachers(
+def test_teacher_keys_that_map_to_the_same_name_give_two_teachers(
     distill: Callable[..., understudy.Run], teacher_urls: dict[str, str]
 ) -> None:
     data = [
@@ -46,7 +57,7 @@ def test_two_keys_that_make_one_name_keep_both_teachers(
     }
 
 
-def test_one_teacher_for_other_rows_is_said_before_anything_starts(
+def test_a_teacher_key_that_matches_no_row_is_refused_before_a_run_directory_is_made(
     distill: Callable[..., understudy.Run], tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -56,10 +67,12 @@ def test_one_teacher_for_other_rows_is_said_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_and_rewards_as_objects_outlive_the_call(distill: Callable[..., understudy.Run]) -> None:
-    run = distill(eval_data=rows("sort", 4), reward=half_right)
+def test_a_run_from_row_and_reward_objects_can_be_resumed_moved_and_evaluated(
+    distill: Callable[..., understudy.Run],
+) -> None:
+    run = distill(eval_data=rows("sort", 4), reward=half_reward)
     assert run.status == "finished" and run.last["val/accuracy"] == 0.5
-    assert repr(run) == f"Run(dir={run.dir!r}, steps=2)"  # a notebook shows it
+    assert repr(run) == f"Run(dir={run.dir!r}, steps=2)"  # what a notebook displays
     more = run.resume(progress=False, trainer__steps=3)
     assert more.steps == 3 and audit(run.dir).per_step == {1: 8, 2: 8, 3: 8}
     moved = understudy.Run.open(run.dir.rename(run.dir.with_name("moved")))
@@ -88,7 +101,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_script_with_rows_and_a_reward_of_its_own_is_resumed_by_the_command(
+def test_a_killed_script_with_its_own_rows_and_reward_is_resumed_by_the_resume_command(
     tmp_path: Path, teacher_urls: dict[str, str]
 ) -> None:
     script = tmp_path / "own_script.py"
@@ -111,11 +124,13 @@ def test_a_killed_script_with_rows_and_a_reward_of_its_own_is_resumed_by_the_com
     assert report.balanced and report.per_step == {1: 8, 2: 8, 3: 8}
 
 
-def test_inside_a_running_loop_the_numbers_are_the_same(distill: Callable[..., understudy.Run]) -> None:
-    plain = distill("plain", eval_data=rows("sort", 4), reward=half_right)
+def test_a_run_inside_a_running_event_loop_gives_the_same_bits(
+    distill: Callable[..., understudy.Run],
+) -> None:
+    plain = distill("plain", eval_data=rows("sort", 4), reward=half_reward)
 
     async def cell() -> tuple[understudy.Run, dict[str, float]]:
-        run = distill("notebook", eval_data=rows("sort", 4), reward=half_right)
+        run = distill("notebook", eval_data=rows("sort", 4), reward=half_reward)
         return run, run.evaluate(progress=False)
 
     run, measured = asyncio.run(cell())
@@ -126,7 +141,9 @@ def test_inside_a_running_loop_the_numbers_are_the_same(distill: Callable[..., u
         assert (run.dir / file).read_bytes() == (plain.dir / file).read_bytes()
 
 
-def test_an_error_inside_a_running_loop_is_the_error(distill: Callable[..., understudy.Run]) -> None:
+def test_an_error_of_a_run_inside_a_running_event_loop_is_raised(
+    distill: Callable[..., understudy.Run],
+) -> None:
     async def cell() -> None:
         distill(trainer__max_dead_letters=0.0, rollout__agent=Broken)
 
@@ -140,28 +157,28 @@ class Broken:
 
 
 class Blocked:
-    """Ends no rollout once three steps are taken."""
+    """Blocks the event loop in every rollout after the first epoch."""
 
     async def run(self, prompt: Any, context: Any) -> Any:
         from understudy.rollout.agents.single_turn import SingleTurn
 
         if prompt.epoch > 0:
             Path(os.environ["BLOCKED_MARK"]).touch()
-            time.sleep(60)  # the event loop hears nothing
+            time.sleep(60)  # blocks the event loop, so it cannot react to a signal
         return await SingleTurn().run(prompt, context)
 
 
-def test_an_interrupted_cell_saves_and_the_next_one_goes_on(
+def test_an_interrupted_notebook_cell_saves_and_the_next_cell_resumes(
     distill: Callable[..., understudy.Run], tmp_path: Path
 ) -> None:
     interrupt_after(tmp_path / "run", steps=1)
-    run = in_a_cell(lambda: distill(trainer__steps=5000, trainer__checkpoint_every=5000))
+    run = run_in_notebook_cell(lambda: distill(trainer__steps=5000, trainer__checkpoint_every=5000))
     assert run.status == "stopped" and 1 <= run.steps < 5000
-    more = in_a_cell(lambda: run.resume(progress=False, trainer__steps=run.steps + 1))
+    more = run_in_notebook_cell(lambda: run.resume(progress=False, trainer__steps=run.steps + 1))
     assert more.status == "finished" and audit(run.dir).trained == 8 * more.steps
 
 
-def test_a_second_interrupt_leaves_the_run_and_not_the_process(
+def test_a_second_interrupt_ends_the_run_at_once_but_not_the_process(
     distill: Callable[..., understudy.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "blocked"
@@ -178,12 +195,14 @@ def test_a_second_interrupt_leaves_the_run_and_not_the_process(
     interrupter.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        in_a_cell(lambda: distill(trainer__steps=5000, rollout__agent=Blocked))
+        run_in_notebook_cell(lambda: distill(trainer__steps=5000, rollout__agent=Blocked))
     interrupter.join()
     assert time.monotonic() - start < 40
 
 
-def test_interrupted_while_starting(distill: Callable[..., understudy.Run], tmp_path: Path) -> None:
+def test_an_interrupt_while_the_run_starts_stops_it(
+    distill: Callable[..., understudy.Run], tmp_path: Path
+) -> None:
     def act() -> None:
         while not (tmp_path / "run" / "state.json").exists():
             time.sleep(0.01)
@@ -191,7 +210,7 @@ def test_interrupted_while_starting(distill: Callable[..., understudy.Run], tmp_
 
     threading.Thread(target=act, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        in_a_cell(lambda: distill(trainer__steps=5000))
+        run_in_notebook_cell(lambda: distill(trainer__steps=5000))
     assert read_json(tmp_path / "run" / "state.json")["status"] == "stopped"
 
 
@@ -217,7 +236,9 @@ def test_interrupted_while_starting(distill: Callable[..., understudy.Run], tmp_
         ({"lr": 3}, "lr=3: it is `trainer.learning_rate` here"),
     ],
 )
-def test_wrong_types_are_one_line(changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_distill_are_refused_with_one_line_messages(
+    changes: dict[str, Any], message: str
+) -> None:
     given: dict[str, Any] = {"student": STUDENT, "teacher": ADD, "data": rows("add", 1), "progress": False}
     with pytest.raises(UnderstudyError, match=message) as error:
         understudy.distill(**{**given, **changes})
@@ -225,7 +246,7 @@ def test_wrong_types_are_one_line(changes: dict[str, Any], message: str) -> None
     assert all("\n" not in problem for problem in problems)
 
 
-def test_a_recipe_of_another_type_is_one_line(tmp_path: Path) -> None:
+def test_a_recipe_or_run_dir_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="recipe is a int; expected the path of a TOML file, a dict of tables"
     ):

@@ -1,4 +1,4 @@
-"""Callbacks of runs from Python: what they are told, when, and what their errors do."""
+"""Callbacks of runs from Python: when they are called, with what, and what their errors do."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_runs import half_right, in_a_cell, interrupt_after, rows
+from api_runs import half_reward, interrupt_after, rows, run_in_notebook_cell
 from small_runs import ASSETS
 
 import understudy
@@ -22,7 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "fully_async": {"trainer__mode": "fully_async", "trainer__max_staleness": 1.0},
 }
-EVAL: dict[str, Any] = {"eval_data": rows("sort", 4), "reward": half_right, "trainer__eval_every": 1}
+EVAL: dict[str, Any] = {"eval_data": rows("sort", 4), "reward": half_reward, "trainer__eval_every": 1}
 
 
 class Recorder:
@@ -43,7 +43,9 @@ class Recorder:
         self.evaluations.append(evaluation)
 
     def on_checkpoint(self, checkpoint: understudy.SavedCheckpoint) -> None:
-        verify(checkpoint.path)  # whole on disk, before the next one prunes it
+        verify(
+            checkpoint.path
+        )  # complete on disk when the callback runs, before the next checkpoint prunes it
         self.calls.append(("checkpoint", checkpoint.step))
         self.checkpoints.append(checkpoint)
 
@@ -54,7 +56,7 @@ class Recorder:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("async_save", [False, True])
-def test_every_step_evaluation_and_checkpoint_is_reported_also_after_a_resume(
+def test_every_step_evaluation_and_checkpoint_is_reported_to_callbacks_also_after_a_resume(
     distill: Distill, mode: str, async_save: bool
 ) -> None:
     recorder = Recorder()
@@ -89,7 +91,7 @@ class OwnError(Exception):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", ["on_step", "on_eval", "on_checkpoint"])
-def test_an_error_in_a_callback_is_the_callers_and_the_step_is_saved(
+def test_an_error_in_a_callback_is_raised_to_the_caller_and_the_step_is_saved(
     distill: Distill, tmp_path: Path, mode: str, where: str
 ) -> None:
     def fails(report: Any) -> None:
@@ -98,7 +100,7 @@ def test_an_error_in_a_callback_is_the_callers_and_the_step_is_saved(
 
     changes = {**EVAL, **MODES[mode], "trainer__steps": 3}
     if where != "on_checkpoint":
-        changes["trainer__checkpoint_every"] = 50  # nothing but the error saves
+        changes["trainer__checkpoint_every"] = 50  # only the error causes a save
     with pytest.raises(CallbackError) as raised:
         distill(**changes, **{where: fails})
     assert isinstance(raised.value.__cause__, OwnError)
@@ -118,7 +120,7 @@ def test_an_error_in_a_callback_is_the_callers_and_the_step_is_saved(
 
 
 @pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
-def test_leaving_from_a_callback_ends_the_run_and_not_the_process(
+def test_system_exit_or_keyboard_interrupt_in_a_callback_ends_only_the_run(
     distill: Distill, tmp_path: Path, leaves: type[BaseException]
 ) -> None:
     def on_step(step: understudy.Step) -> None:
@@ -129,7 +131,7 @@ def test_leaving_from_a_callback_ends_the_run_and_not_the_process(
     verify(tmp_path / "run" / "checkpoints" / "step-000001")
 
 
-def test_an_error_before_the_first_step_saves_nothing(distill: Distill, tmp_path: Path) -> None:
+def test_a_callback_error_before_the_first_step_saves_no_checkpoint(distill: Distill, tmp_path: Path) -> None:
     def on_eval(evaluation: understudy.Evaluation) -> None:
         raise OwnError
 
@@ -145,14 +147,14 @@ def test_ctrl_c_does_not_wait_for_a_callback_that_hangs(distill: Distill, tmp_pa
         hangs.wait()
 
     interrupt_after(tmp_path / "run", steps=1)
-    run = in_a_cell(lambda: distill(on_step=on_step, trainer__checkpoint_every=50))
+    run = run_in_notebook_cell(lambda: distill(on_step=on_step, trainer__checkpoint_every=50))
     hangs.set()  # Python waits for its thread at exit
     assert run.status == "stopped" and run.steps == 1
     verify(run.dir / "checkpoints" / "step-000001")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_callbacks_of_another_type_are_one_line() -> None:
+def test_callbacks_of_the_wrong_type_are_refused() -> None:
     async def later(step: understudy.Step) -> None: ...
 
     given: dict[str, Any] = {"student": ASSETS, "teacher": ASSETS, "data": []}

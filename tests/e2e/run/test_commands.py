@@ -1,4 +1,4 @@
-"""The commands a user types, on real runs; and the same from Python."""
+"""CLI commands on real runs, and the same from Python."""
 
 import asyncio
 import importlib.metadata
@@ -39,7 +39,7 @@ def finished(recipe: Make) -> understudy.Run:
     )
 
 
-def test_a_run_leaves_what_it_promises(
+def test_a_finished_run_has_its_files_and_can_be_audited_evaluated_exported_and_resumed(
     finished: understudy.Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name in (
@@ -97,7 +97,7 @@ def test_a_run_leaves_what_it_promises(
     assert main(["resume", str(finished.dir)]) == 0
     assert "nothing to do" in capsys.readouterr().err
     assert (finished.dir / "state.json").stat().st_mtime_ns == written, (
-        "no model or teacher is started for it"
+        "a resume with nothing to do starts no model or teacher"
     )
     metrics, report = finished.dir / "metrics.jsonl", finished.dir / "report.html"
     whole, page = metrics.read_bytes(), report.read_bytes()
@@ -127,7 +127,9 @@ def test_a_run_leaves_what_it_promises(
     assert "ended (finished)" in output and "under way" not in output and "healthy" not in output
 
 
-def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_describes_the_loss_and_plan_prints_the_changed_keys(
+    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(write_toml(tmp_path / "recipe.toml", recipe()))
     assert main(["check", path]) == 0
     assert "forward_kl over the teacher's top-8" in capsys.readouterr().out
@@ -137,7 +139,9 @@ def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "topk = 8\n" in out and "gamma" not in out, "keys with their defaults are left out"
 
 
-def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_tool_isolation_and_a_call_without_command_exits_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert "torch" in output and "bubblewrap" not in output
@@ -147,7 +151,9 @@ def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_fresh_directories_by_default(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_run_dir_get_separate_directories(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     table = recipe(trainer__steps=1)
     table["run"].pop("dir")
@@ -155,12 +161,14 @@ def test_fresh_directories_by_default(recipe: Make, tmp_path: Path, monkeypatch:
     assert runs[0].dir != runs[1].dir and len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp_path: Path) -> None:
+def test_rows_whose_reward_fails_become_dead_letters_up_to_max_dead_letters(
+    recipe: Make, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
-    poisoned = [row for row in rows if row["messages"][0]["content"][0] in "89"][:3]
-    sound = [row for row in rows if row["messages"][0]["content"][0] not in "89"][:29]
+    failing = [row for row in rows if row["messages"][0]["content"][0] in "89"][:3]
+    passing = [row for row in rows if row["messages"][0]["content"][0] not in "89"][:29]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*poisoned, *sound]))
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*failing, *passing]))
     table = recipe(
         data__train=str(data),
         data__reward="test_commands:flaky_reward",
@@ -187,7 +195,7 @@ def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp
 
 
 class SlowOnce:
-    """An agent loop that hangs on some prompts: they must run into their own deadline, and only they."""
+    """An agent loop that hangs on some prompts: only those may run into the deadline."""
 
     async def run(self, prompt: Any, context: Any) -> Any:
         if prompt.messages[0]["content"].startswith("9"):
@@ -195,12 +203,12 @@ class SlowOnce:
         return await SingleTurn().run(prompt, context)
 
 
-def test_a_loop_that_hangs_costs_its_own_row_only(recipe: Make, tmp_path: Path) -> None:
+def test_only_the_row_of_a_hanging_agent_loop_becomes_a_dead_letter(recipe: Make, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
     hanging = [row for row in rows if row["messages"][0]["content"].startswith("9")][:1]
     data = tmp_path / "data.jsonl"
-    sound = [row for row in rows if not row["messages"][0]["content"].startswith("9")][:15]
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*hanging, *sound]))
+    passing = [row for row in rows if not row["messages"][0]["content"].startswith("9")][:15]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*hanging, *passing]))
     table = recipe(
         data__train=str(data),
         rollout__agent="test_commands:SlowOnce",
@@ -216,7 +224,7 @@ def test_a_loop_that_hangs_costs_its_own_row_only(recipe: Make, tmp_path: Path) 
     assert reason.endswith("took longer than rollout.deadline_seconds = 1")
 
 
-def test_distill_from_python(
+def test_distill_and_export_work_from_python_without_package_metadata(
     tmp_path: Path, teacher_urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [

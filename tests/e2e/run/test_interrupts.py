@@ -1,4 +1,4 @@
-"""Ctrl-C once: finish the step, save, leave. Twice: leave now. No orphan either way."""
+"""Interrupts: one Ctrl-C finishes the step and saves, a second one ends the run at once; no process is left behind."""
 
 import json
 import os
@@ -27,8 +27,9 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def local(recipe: Make, tmp_path: Path) -> tuple[Path, Path]:
-    """A long run with teachers of its own, so that orphans would show."""
+def long_run(recipe: Make, tmp_path: Path) -> tuple[Path, Path]:
+    """Recipe file and run directory of a long run that starts its own teachers, whose processes could be left
+    behind."""
     teachers = {
         name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name} for name in ("add", "sort")
     }
@@ -36,8 +37,8 @@ def local(recipe: Make, tmp_path: Path) -> tuple[Path, Path]:
     return write_toml(tmp_path / "recipe.toml", table), Path(table["run"]["dir"])
 
 
-def until_training(process: Command, run: Path) -> list[psutil.Process]:
-    """Waits for the first steps; returns every process of the run."""
+def wait_for_first_step(process: Command, run: Path) -> list[psutil.Process]:
+    """Waits for the first step; returns every process of the run."""
     deadline = time.monotonic() + 120
     while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
@@ -60,10 +61,10 @@ def all_gone(processes: list[psutil.Process], seconds: float = 30.0) -> bool:
     return not any(map(lives, alive))
 
 
-def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
-    path, run = local
+def test_one_sigint_finishes_the_step_and_saves(long_run: tuple[Path, Path]) -> None:
+    path, run = long_run
     process = start_cli("train", str(path))
-    family = until_training(process, run)
+    family = wait_for_first_step(process, run)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and f"understudy resume {run}" in output, output
@@ -75,14 +76,14 @@ def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
     assert report.balanced and report.in_flight == 0 and report.trained == steps[0] * 16
 
 
-def test_a_closed_terminal_saves_and_stops(recipe: Make, tmp_path: Path) -> None:
-    """A real one: the kernel sends SIGHUP, and every write to it fails from then on."""
+def test_a_run_whose_terminal_is_closed_saves_and_stops(recipe: Make, tmp_path: Path) -> None:
+    """With a real terminal: the kernel sends SIGHUP, and every later write to the terminal fails."""
     table = recipe("long", trainer__steps=5000, trainer__checkpoint_every=5000)
     path, run = write_toml(tmp_path / "recipe.toml", table), Path(table["run"]["dir"])
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["OMP_NUM_THREADS"] = "1"
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would hand down that it is ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the child would inherit an ignored SIGHUP
         os.execv(sys.executable, [sys.executable, "-m", "understudy.cli.main", "train", str(path)])
     process, deadline = psutil.Process(pid), time.monotonic() + 120
     try:
@@ -95,7 +96,7 @@ def test_a_closed_terminal_saves_and_stops(recipe: Make, tmp_path: Path) -> None
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     finally:
         with suppress(psutil.NoSuchProcess):
-            process.kill()  # a test that is given up leaves no run behind
+            process.kill()  # so that an aborted test leaves no run behind
     assert all_gone(family[1:])
     assert read_json(run / "state.json")["status"] == "stopped"
     steps = [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
@@ -105,10 +106,12 @@ def test_a_closed_terminal_saves_and_stops(recipe: Make, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "how", ["kill -9", *(pytest.param(how, marks=pytest.mark.slow) for how in ("twice", "SIGTERM"))]
 )
-def test_no_orphan_however_it_ends(local: tuple[Path, Path], how: str) -> None:
-    path, run = local
+def test_no_process_is_left_after_sigkill_sigterm_or_a_second_sigint(
+    long_run: tuple[Path, Path], how: str
+) -> None:
+    path, run = long_run
     process = start_cli("train", str(path), "--quiet")
-    family = until_training(process, run)
+    family = wait_for_first_step(process, run)
     if how == "twice":
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.01)
@@ -121,8 +124,10 @@ def test_no_orphan_however_it_ends(local: tuple[Path, Path], how: str) -> None:
     assert audit(run).balanced
 
 
-def test_while_starting_there_is_nothing_to_save(local: tuple[Path, Path]) -> None:
-    path, run = local
+def test_an_interrupt_while_teachers_start_leaves_no_process_and_no_traceback(
+    long_run: tuple[Path, Path],
+) -> None:
+    path, run = long_run
     process = start_cli("train", str(path), "--quiet")
     deadline = time.monotonic() + 60
     while not (run / "logs" / "teacher-add-0.log").exists():
@@ -139,10 +144,11 @@ def test_while_starting_there_is_nothing_to_save(local: tuple[Path, Path]) -> No
 @pytest.mark.parametrize(
     ("mode", "how"), [("sync", "SIGTERM"), ("fully_async", "SIGINT"), ("drained", "SIGTERM")]
 )
-def test_a_step_whose_rewards_never_come_is_given_up(
+def test_a_stop_abandons_a_step_whose_rewards_hang_and_a_resume_trains_it(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
 ) -> None:
-    """More rewards hang than the event loop has threads. The step before is saved, and a resume trains every prompt once."""
+    """More rewards hang than the event loop has threads. The last finished step is saved, and the resume trains every
+    prompt once."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("HANGS_AFTER", "40")
     changes: dict[str, Any] = {"data__reward": "small_rewards:hangs_later", "trainer__steps": 5}
@@ -152,8 +158,8 @@ def test_a_step_whose_rewards_never_come_is_given_up(
     table = recipe(mode, trainer__checkpoint_every=5000, **changes)
     run = Path(table["run"]["dir"])
     process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
-    until_held_up(process, run, "reward")
-    assert_leaves(process, run, how)
+    wait_until_stalled_in(process, run, "reward")
+    stop_and_assert_saved(process, run, how)
     monkeypatch.delenv("HANGS_AFTER")
     code, output = run_cli("resume", str(run), "--quiet")
     assert code == 0, output
@@ -169,10 +175,11 @@ def test_a_step_whose_rewards_never_come_is_given_up(
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sync", 2), ("fully_async", 4))),
     ],
 )
-def test_an_evaluation_that_was_cut_short_is_run_by_the_resume(
+def test_an_interrupted_evaluation_is_run_again_by_the_resume(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
 ) -> None:
-    """Of the last step: the run used to count as finished, without the accuracy of its last student."""
+    """When the evaluation after the last step was interrupted, the run used to count as finished, without the
+    accuracy of its final student."""
     problems = tmp_path / "held-out.jsonl"
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:8]
     problems.write_text("\n".join(lines) + "\n")
@@ -185,8 +192,8 @@ def test_an_evaluation_that_was_cut_short_is_run_by_the_resume(
         "HANGS_AFTER", str(8 + 16 * step + 3)
     )  # three of the eight answers after this step have a reward
     process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)))
-    until_held_up(process, run, "evaluate")
-    output = assert_leaves(process, run, "SIGINT")
+    wait_until_stalled_in(process, run, "evaluate")
+    output = stop_and_assert_saved(process, run, "SIGINT")
     assert f"the evaluation after step {step} was cut short" in output
     assert "val/accuracy" not in read_metrics(run / "metrics.jsonl")[-1]
     monkeypatch.delenv("HANGS_AFTER")
@@ -214,26 +221,26 @@ def test_an_evaluation_that_was_cut_short_is_run_by_the_resume(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "how"), [("fully_async", "SIGTERM"), ("sync", "SIGINT")])
-def test_a_step_whose_teacher_stands_still_is_given_up(
-    local: tuple[Path, Path], tmp_path: Path, mode: str, how: str
+def test_a_stop_abandons_a_step_whose_teachers_are_suspended(
+    long_run: tuple[Path, Path], tmp_path: Path, mode: str, how: str
 ) -> None:
-    path, run = local
+    path, run = long_run
     process = start_cli("train", str(path), f"trainer.mode={mode}", "--quiet")
-    _, *teachers = family = until_training(process, run)
+    _, *teachers = family = wait_for_first_step(process, run)
     for teacher in teachers:
         teacher.suspend()
-    until_held_up(process, run, "score")
+    wait_until_stalled_in(process, run, "score")
     code, output = run_cli("doctor", str(run))
     assert code == 0 and f"running as process {process.pid}" in output, output
     place = "window" if mode == "fully_async" else "step"
     chain = rf"train waits for rows of {place} (\d+) .* <- produce {place} \1 waits for \d+ × scores of teacher (add|sort) .*"
     assert re.search(chain + r" <- teacher \2: .*replica 0 healthy, \d+ requests?", output), output
-    assert_leaves(process, run, how)
+    stop_and_assert_saved(process, run, how)
     assert all_gone(family, seconds=0)
 
 
-def until_held_up(process: Command, run: Path, name: str) -> None:
-    """Waits until the watchdog has seen spans of this name, and nothing else, for two seconds."""
+def wait_until_stalled_in(process: Command, run: Path, name: str) -> None:
+    """Waits until the watchdog reports two seconds without progress and a wait of this name."""
     deadline = time.monotonic() + 120
     while True:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
@@ -244,8 +251,8 @@ def until_held_up(process: Command, run: Path, name: str) -> None:
                 return
 
 
-def assert_leaves(process: Command, run: Path, how: str) -> str:
-    """One signal; within 30 s the process is gone, and the last finished step is saved. Returns what it printed."""
+def stop_and_assert_saved(process: Command, run: Path, how: str) -> str:
+    """Sends one signal; the process must end within 30 s with the last finished step saved. Returns its output."""
     os.kill(process.pid, getattr(signal, how))
     output, _ = process.communicate(timeout=30)
     lines = read_metrics(run / "metrics.jsonl")
@@ -258,10 +265,10 @@ def assert_leaves(process: Command, run: Path, how: str) -> str:
 
 
 @pytest.mark.slow
-def test_two_trainers_never_share_a_run(local: tuple[Path, Path]) -> None:
-    path, run = local
+def test_resume_is_refused_while_another_trainer_uses_the_run(long_run: tuple[Path, Path]) -> None:
+    path, run = long_run
     process = start_cli("train", str(path), "--quiet")
-    family = until_training(process, run)
+    family = wait_for_first_step(process, run)
     code, output = run_cli("resume", str(run))
     assert code == 2 and "is in use by process" in output
     process.kill()

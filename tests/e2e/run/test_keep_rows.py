@@ -1,4 +1,5 @@
-"""`run.keep_rows`: rows stay with their token columns, equal to what the run trained on; and no bit changes by it."""
+"""`run.keep_rows`: the run directory keeps rows with the token columns that were trained on; the run's bits
+stay equal."""
 
 import json
 import socket
@@ -22,20 +23,20 @@ _BY_TRAINER = ("loss", "weight", "entropy", "kl", "ratio")
 Make = Callable[..., dict[str, Any]]
 
 
-def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def kept_rows_of(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
     return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
+def test_kept_rows_agree_with_the_metrics_and_change_no_bit_of_the_run(recipe: Make, mode: str) -> None:
     small = {"trainer__steps": 2, "trainer__batch_size": 4, "trainer__mode": mode}
     if mode == "fully_async":
         small["trainer__max_staleness"] = 0
     plain = understudy.train(recipe("plain", run__keep_rows=0, **small), progress=False)
     run = understudy.train(recipe("kept", run__keep_rows=1 << 20, **small), progress=False)
     assert not (plain.dir / "kept_rows").exists()
-    rows, line = kept(run.dir, 2), run.metrics[-1]
+    rows, line = kept_rows_of(run.dir, 2), run.metrics[-1]
     idle = [
         line[f"perf/{mode.removeprefix('fully_')}/{part}_idle"] for part in ("trainer", "rollout", "teacher")
     ]
@@ -78,8 +79,8 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sync.after_ack:3", "kept_rows.between_files:2", "sync.after_metrics:2"])
 def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Path, fault: str) -> None:
-    """Also when it is killed between the two files of a step. Until the resume, every row that a reader is
-    shown can be read."""
+    """Also when it is killed between the two files of a step. Before the resume, the viewer can read every row that it
+    lists."""
     small = {"trainer__steps": 3, "trainer__batch_size": 4}
     table, whole = recipe("killed", **small), understudy.train(recipe("whole", **small), progress=False)
     path = write_toml(tmp_path / "recipe.toml", table)
@@ -100,8 +101,8 @@ def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Pa
         assert len(ours) == 2 and ours == theirs
 
 
-def test_rows_of_steps_that_are_made_again_are_removed(recipe: Make) -> None:
-    """A launch was killed at step 9, after its last checkpoint; the run goes on from step 1."""
+def test_a_resume_removes_kept_rows_of_later_steps(recipe: Make) -> None:
+    """As if a launch had been killed at step 9, after its last checkpoint; the resume continues from step 1."""
     run = understudy.train(recipe("run", trainer__steps=1, trainer__batch_size=4), progress=False)
     folder = run.dir / "kept_rows"
     for ending in ("jsonl", "rows"):
@@ -110,7 +111,7 @@ def test_rows_of_steps_that_are_made_again_are_removed(recipe: Make) -> None:
     assert sorted(path.stem for path in folder.glob("*.jsonl")) == ["000001", "000002"]
 
 
-def test_every_held_out_answer_is_recorded(recipe: Make, tmp_path: Path) -> None:
+def test_every_answer_of_an_evaluation_is_written_to_samples_jsonl(recipe: Make, tmp_path: Path) -> None:
     problems = Path(recipe()["data"]["train"]).read_text().splitlines()[:20]
     (tmp_path / "eval.jsonl").write_text("\n".join(problems) + "\n")
     small = {"trainer__steps": 1, "trainer__batch_size": 2, "data__eval": str(tmp_path / "eval.jsonl")}

@@ -14,16 +14,16 @@ from understudy.dataplane.ledger import audit
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def made_by(script: Path, out: Path) -> Path:
+def run_make_script(script: Path, out: Path) -> Path:
     subprocess.run([sys.executable, str(script), "--out", str(out)], check=True, timeout=900)
     return out
 
 
 @pytest.fixture(scope="module")
 def hinted_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gives again an answer that stands before the question, and knows nothing of the problems."""
+    """A student that repeats an answer shown before the question, and cannot solve the problems itself."""
     script = RECIPES / "self-distillation" / "make_model.py"
-    return made_by(script, tmp_path_factory.mktemp("models") / "student")
+    return run_make_script(script, tmp_path_factory.mktemp("models") / "student")
 
 
 @pytest.mark.slow
@@ -37,10 +37,10 @@ def hinted_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("average", 0.5, 0.25),
     ],
 )
-def test_a_student_learns_from_itself_with_the_answer_in_view(
+def test_a_student_learns_from_itself_as_a_teacher_that_sees_the_answer(
     hinted_student: Path, tmp_path: Path, name: str, sorts: float, both: float
 ) -> None:
-    """It starts without the skill. As its own teacher it sees the answers, and never generates."""
+    """It starts without the skill. As its own teacher it sees the answers and only scores."""
     if name == "lora":
         pytest.importorskip("peft")
     overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={hinted_student}"]
@@ -52,7 +52,7 @@ def test_a_student_learns_from_itself_with_the_answer_in_view(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_given_answers_are_learnt_from(tmp_path: Path) -> None:
+def test_a_student_learns_from_given_answers_beside_its_own(tmp_path: Path) -> None:
     recipe = RECIPES / "given-answers" / "recipe.toml"
     run = understudy.train(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"]), progress=False)
     assert run.metrics[0]["val/accuracy"] < 0.3
@@ -64,7 +64,7 @@ def test_given_answers_are_learnt_from(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_given_answers_alone_are_learnt_from(tmp_path: Path) -> None:
+def test_a_student_learns_from_given_answers_alone(tmp_path: Path) -> None:
     recipe = RECIPES / "given-answers" / "sft.toml"
     run = understudy.train(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"]), progress=False)
     assert run.metrics[0]["val/accuracy"] < 0.3
@@ -75,7 +75,7 @@ def test_given_answers_alone_are_learnt_from(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> None:
     folder = RECIPES / "other-tokenizer"
-    student = made_by(folder / "make_model.py", tmp_path / "student")
+    student = run_make_script(folder / "make_model.py", tmp_path / "student")
     overrides = [f"run.dir={tmp_path / 'run'}", f"student.model={student}"]
     run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
     assert run.metrics[0]["val/accuracy/sort"] < 0.5
@@ -86,8 +86,10 @@ def test_a_student_learns_from_teachers_of_another_tokenizer(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("signal", ["sampled", "topk"])
-def test_real_models_of_two_families_work_together(tmp_path: Path, signal: str) -> None:
-    """A few steps of the recipe. That it learns was measured once (docs/teachers.md)."""
+def test_a_real_student_trains_some_steps_under_a_teacher_of_another_family(
+    tmp_path: Path, signal: str
+) -> None:
+    """That the whole recipe learns was measured once (docs/teachers.md)."""
     recipe = RECIPES / "other-tokenizer" / "stories.toml"
     config = load_recipe(recipe)
     models = [recipe.parent / one for one in (config.student.model, config.teachers["smollm2"].model)]
@@ -124,7 +126,7 @@ def test_a_student_learns_from_teachers_in_eight_bits(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_student_learns_from_a_mixture_of_experts_over_two_processes(tmp_path: Path) -> None:
     folder = RECIPES / "mixture-of-experts"
-    teacher = made_by(folder / "make_model.py", tmp_path / "teacher")
+    teacher = run_make_script(folder / "make_model.py", tmp_path / "teacher")
     overrides = [f"run.dir={tmp_path / 'run'}", f"teachers.sort.model={teacher}"]
     run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
     assert run.metrics[0]["val/accuracy"] < 0.3
@@ -135,7 +137,7 @@ def test_a_student_learns_from_a_mixture_of_experts_over_two_processes(tmp_path:
 @pytest.mark.timeout(1800)
 def test_a_student_learns_from_mixtures_of_two_teachers(tmp_path: Path) -> None:
     folder = RECIPES / "mixtures"
-    data = made_by(folder / "make_data.py", tmp_path / "data")
+    data = run_make_script(folder / "make_data.py", tmp_path / "data")
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.train={data / 'train.jsonl'}"]
     run = understudy.train(load_recipe(folder / "recipe.toml", overrides), progress=False)
     assert run.metrics[0]["val/accuracy"] < 0.3

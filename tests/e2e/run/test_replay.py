@@ -1,4 +1,4 @@
-"""A refused step: everything its update read is in a file, and `understudy replay` finds the rows again."""
+"""A refused step: all inputs of its update are in a file, and `understudy replay` finds the rows that break it."""
 
 import json
 from collections.abc import Callable
@@ -24,11 +24,11 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
-def test_a_refused_step_is_run_again_from_its_file(
+def test_replay_finds_the_rows_that_broke_a_refused_step(
     recipe: Make, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Teachers, rewards, advantages, old logprobs, refused after two good steps: the weights were saved, and the same rows break
-    again. With calm advantages they do not."""
+    """The update reads teachers, rewards, advantages and old logprobs, and is refused after two good steps. The
+    weights were saved, and the same rows break again. With ordinary advantages they do not."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:16]
     calm = [{**json.loads(line), "calm": place < 2 * 4} for place, line in enumerate(lines)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calm))
@@ -75,10 +75,10 @@ def test_a_refused_step_is_run_again_from_its_file(
     for damage in (lambda: moments.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF])), moments.unlink):
         damage()
         code, said = main(["replay", str(run)]), capsys.readouterr()
-        assert code == 1 and said.out == output, "a replay needs the weights alone: " + said.err
+        assert code == 1 and said.out == output, "a replay should need only the weights: " + said.err
 
 
-def test_a_run_without_a_refused_step_says_so(recipe: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_that_no_step_was_refused(recipe: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = understudy.train(recipe(trainer__steps=1), progress=False)
     assert main(["replay", str(run.dir)]) == 2
     assert "no step was refused" in capsys.readouterr().err

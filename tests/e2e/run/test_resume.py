@@ -1,4 +1,4 @@
-"""Kill -9 anywhere, resume, and the run is bit-identical to one that was never interrupted."""
+"""A run that was killed with SIGKILL and resumed has the same bits as one that was never interrupted."""
 
 import json
 import random
@@ -65,8 +65,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, teacher_urls: dict[str, 
     return {"folder": tmp_path_factory.mktemp("reference"), "done": False}
 
 
-def straight(reference: dict[str, Any], recipe: Make) -> Path:
-    """The uninterrupted run, made once, in this process: those that are killed and resumed have processes of their own."""
+def uninterrupted_run(reference: dict[str, Any], recipe: Make) -> Path:
+    """The reference run, trained once, in this process. Killed and resumed runs have processes of their own."""
     path: Path = reference["folder"] / "run"
     if not reference["done"]:
         table = recipe(data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2)
@@ -83,34 +83,36 @@ def killed_and_resumed(recipe: Make, tmp_path: Path, fault: str) -> Path:
     )
     path = write_toml(tmp_path / "r.toml", table)
     code, output = run_cli("train", str(path), "--quiet", fault=fault)
-    assert code == -signal.SIGKILL, f"{fault} did not strike: {output}"
+    assert code == -signal.SIGKILL, f"{fault} did not kill the run: {output}"
     code, output = run_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
     return Path(table["run"]["dir"])
 
 
 @pytest.mark.parametrize("fault", POINTS)
-def test_kill_and_resume_is_bit_identical(
+def test_a_killed_and_resumed_run_gives_the_same_bits(
     reference: dict[str, Any], recipe: Make, tmp_path: Path, fault: str
 ) -> None:
-    expected = straight(reference, recipe)
+    expected = uninterrupted_run(reference, recipe)
     assert_same(killed_and_resumed(recipe, tmp_path, fault), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", MORE_POINTS)
-def test_kill_at_every_point(reference: dict[str, Any], recipe: Make, tmp_path: Path, fault: str) -> None:
-    expected = straight(reference, recipe)
+def test_a_run_killed_at_each_point_of_a_step_or_save_resumes_to_the_same_bits(
+    reference: dict[str, Any], recipe: Make, tmp_path: Path, fault: str
+) -> None:
+    expected = uninterrupted_run(reference, recipe)
     assert_same(killed_and_resumed(recipe, tmp_path, fault), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_kill_at_random_moments_again_and_again(
+def test_a_run_killed_repeatedly_at_random_times_resumes_to_the_same_bits(
     reference: dict[str, Any], recipe: Make, tmp_path: Path, seed: int
 ) -> None:
-    """Not only where we thought of: kill at random times until the run gets through."""
-    expected = straight(reference, recipe)
+    """Covers moments without a named kill point: kills at random times until the run finishes."""
+    expected = uninterrupted_run(reference, recipe)
     chance = random.Random(seed)
     table = recipe(
         "killed", data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2
@@ -135,7 +137,7 @@ def test_kill_at_random_moments_again_and_again(
 
 
 @pytest.mark.slow
-def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -> None:
+def test_a_resume_in_fast_mode_trains_on_the_rollouts_in_the_journal(recipe: Make, tmp_path: Path) -> None:
     """Rollouts that were journalled before the kill are trained as they are; nothing is lost or trained twice."""
     table = recipe("killed", run__determinism="fast", trainer__checkpoint_every=100)
     code, _ = run_cli(
@@ -157,8 +159,10 @@ def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str, Any], recipe: Make) -> None:
-    run = straight(reference, recipe)
+def test_resuming_a_finished_run_reports_it_and_changes_nothing(
+    reference: dict[str, Any], recipe: Make
+) -> None:
+    run = uninterrupted_run(reference, recipe)
     before = state_of(run)[0]
     code, output = run_cli("resume", str(run))
     assert code == 0 and "nothing to do" in output
@@ -166,10 +170,10 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str
 
 
 @pytest.mark.slow
-def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_its_last_steps_again(
+def test_resuming_a_finished_run_with_a_damaged_last_checkpoint_repeats_its_last_steps(
     recipe: Make, tmp_path: Path
 ) -> None:
-    """It used to say that there was nothing to do."""
+    """`resume` used to say that there was nothing to do."""
     table = recipe("damaged")
     run = Path(table["run"]["dir"])
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet")
@@ -188,7 +192,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_its_last_steps_ag
 
 
 @pytest.mark.slow
-def test_another_dataset_is_refused(recipe: Make, tmp_path: Path) -> None:
+def test_resume_is_refused_when_the_training_data_changed(recipe: Make, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()
     data.write_text("\n".join(lines[:200]) + "\n")

@@ -1,4 +1,4 @@
-"""Runs taken up again with keys that say who writes rows, or how far ahead, and not which."""
+"""Runs resumed with changed keys (processes, workers, staleness), on another day, or with redacted options."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def bits_of(run: understudy.Run) -> tuple[list[dict[str, Any]], dict[str, bytes]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_whose_rows_are_written_elsewhere_from_here_on_is_the_same_run(recipe: Make) -> None:
+def test_a_resume_that_adds_an_engine_process_and_a_worker_gives_the_same_bits(recipe: Make) -> None:
     straight = understudy.train(recipe("straight", trainer__steps=3), progress=False)
     first = understudy.train(recipe("changed", trainer__steps=2), progress=False)
     changes = ["trainer.steps=3", "rollout.processes=1", "rollout.workers=1"]
@@ -41,7 +41,7 @@ DATED = (
 )
 
 
-def test_a_run_taken_up_on_another_day_renders_the_date_it_began_with(recipe: Make) -> None:
+def test_a_run_resumed_on_another_day_renders_the_date_of_its_start(recipe: Make) -> None:
     """In the trainer, and in worker processes."""
     small = {"trainer__steps": 1, "trainer__batch_size": 2, "run__rollout_dump_every": 1}
     run = understudy.train(
@@ -64,7 +64,7 @@ def test_a_run_taken_up_on_another_day_renders_the_date_it_began_with(recipe: Ma
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_fully_async_run_may_run_further_ahead_from_here_on(recipe: Make) -> None:
+def test_a_resume_may_raise_max_staleness_and_not_lower_it(recipe: Make) -> None:
     asynchronous = {"trainer__mode": "fully_async", "run__determinism": "fast"}
     run = understudy.train(
         recipe("ahead", **asynchronous, trainer__steps=2, trainer__max_staleness=1.0), progress=False
@@ -79,7 +79,7 @@ def test_a_fully_async_run_may_run_further_ahead_from_here_on(recipe: Make) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_options_that_recipe_json_hides_are_those_of_the_resumed_run(recipe: Make) -> None:
+def test_options_redacted_in_recipe_json_are_restored_by_a_resume(recipe: Make) -> None:
     options = {"rollout__template_options": {"tool_token": "<tool>", "url": "http://me:pw@host/"}}
     run = understudy.train(recipe("hidden", **options, trainer__steps=1), progress=False)
     stored = "".join(path.read_text(errors="replace") for path in run.dir.rglob("*.json*") if path.is_file())

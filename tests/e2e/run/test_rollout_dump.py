@@ -1,4 +1,4 @@
-"""`run.rollout_dump_every`: a step's rows as text, held against what the run says of itself; and no bit changes by it."""
+"""`run.rollout_dump_every`: a step's rows as text. They agree with the run's metrics, and no bit of the run changes."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,9 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["fully_async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_every_second_step_is_written_as_text(recipe: Make, mode: str) -> None:
+def test_rollouts_of_every_second_step_are_written_and_agree_with_the_metrics(
+    recipe: Make, mode: str
+) -> None:
     small = {"trainer__steps": 2, "trainer__batch_size": 4, "trainer__mode": mode}
     if mode == "fully_async":
         small["trainer__max_staleness"] = 0
@@ -39,7 +41,7 @@ def test_every_second_step_is_written_as_text(recipe: Make, mode: str) -> None:
         assert row["reward"] == float(solved), row
     assert sum(row["tokens"] for row in rows) / 4 == pytest.approx(line["response_length/mean"])
     assert sum(row["reward"] for row in rows) / 4 == pytest.approx(line["critic/score/mean"])
-    # On policy the engine's probabilities are the trainer's own: the tokens' mean is the metric that the update reports.
+    # On policy the engine's logprobs equal the trainer's, so the mean over tokens is the metric of the update.
     kl = sum(row["kl"] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows)
     assert kl == pytest.approx(line["actor/distillation/k1"], abs=1e-4)
     assert [without_clock(one) for one in run.metrics] == [without_clock(one) for one in plain.metrics]
@@ -50,8 +52,8 @@ def test_every_second_step_is_written_as_text(recipe: Make, mode: str) -> None:
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def test_trouble_with_the_file_costs_the_file_alone(recipe: Make) -> None:
-    """A file stands where the folder belongs. The key may change on a resume."""
+def test_a_rollout_file_that_cannot_be_written_does_not_end_the_run(recipe: Make) -> None:
+    """A file stands where the folder belongs. The resume may change `run.rollout_dump_every`."""
     run = understudy.train(recipe(trainer__steps=1, trainer__batch_size=2), progress=False)
     (run.dir / "rollouts").write_text("not a folder")
     code, output = call_cli("resume", str(run.dir), "trainer.steps=2", "run.rollout_dump_every=1")
@@ -61,7 +63,7 @@ def test_trouble_with_the_file_costs_the_file_alone(recipe: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_made_again_after_a_kill_replaces_its_file(recipe: Make, tmp_path: Path) -> None:
+def test_a_step_repeated_after_a_kill_replaces_its_rollout_file(recipe: Make, tmp_path: Path) -> None:
     table = recipe("killed", trainer__steps=3, trainer__batch_size=4, run__rollout_dump_every=1)
     whole = understudy.train(
         recipe("whole", trainer__steps=3, trainer__batch_size=4, run__rollout_dump_every=1), progress=False

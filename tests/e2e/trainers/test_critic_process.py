@@ -1,4 +1,4 @@
-"""`critic.process`: the same PPO with the critic in a process of its own, which is watched, saved, replaced and never left behind."""
+"""`critic.process`: PPO with the critic in a process of its own gives the same bits; kills, resumes, refused rows."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ppo(folder: Path, name: str, critic: dict[str, Any] | None = None, **trainer: Any) -> dict[str, Any]:
-    """Two prompts of three sessions in an update, two updates a step."""
+    """A PPO recipe with two prompts of three sessions per update and two updates per step."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join((ASSETS / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:100]))
     return {
@@ -55,15 +55,15 @@ def ppo(folder: Path, name: str, critic: dict[str, Any] | None = None, **trainer
     }
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    """What each step said, without clocks and without what travelled."""
+def metric_lines(run: Path) -> list[dict[str, Any]]:
+    """The metrics of each step without clocks and without `perf/`, which counts the bytes sent to the critic."""
     found = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
     return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in found]
 
 
 def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
-    """Every metric of every step, and every tensor of the last checkpoint: student, critic and both optimizers."""
-    assert lines(one) == lines(other) and len(lines(one)) == step
+    """Compares every metric of every step and every tensor of the last checkpoint: student, critic, both optimizers."""
+    assert metric_lines(one) == metric_lines(other) and len(metric_lines(one)) == step
     for name in ("model", "optimizer"):
         mine, theirs = (
             load_file(run / "checkpoints" / f"step-{step:06d}" / f"{name}.safetensors")
@@ -75,45 +75,49 @@ def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
 
 
 @pytest.fixture(scope="module")
-def uploads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("undisturbed")
 
 
-def undisturbed(uploads: Path) -> Path:
-    """The critic in the trainer's process, run once."""
-    if not (uploads / "run" / "report.html").exists():
-        understudy.train(ppo(uploads, "run"), progress=False)
-    return uploads / "run"
+def run_without_process(module_folder: Path) -> Path:
+    """The reference run, trained once, with the critic in the trainer's process."""
+    if not (module_folder / "run" / "report.html").exists():
+        understudy.train(ppo(module_folder, "run"), progress=False)
+    return module_folder / "run"
 
 
-def processes_of_critics() -> list[int]:
+def critic_processes() -> list[int]:
     return [
         child.pid for child in living_children() if "understudy.assembly.processes.critic" in child.cmdline()
     ]
 
 
-def test_its_own_process_changes_no_bit(tmp_path: Path, uploads: Path) -> None:
+def test_a_critic_process_gives_the_same_bits_as_a_critic_in_the_trainer(
+    tmp_path: Path, module_folder: Path
+) -> None:
     run = understudy.train(ppo(tmp_path, "run", {"process": True}), progress=False)
-    assert_same(run.dir, undisturbed(uploads))
+    assert_same(run.dir, run_without_process(module_folder))
     assert run.last["perf/critic/bytes_sent"] > 0 and run.last["perf/critic/bytes_received"] > 0
     assert "the critic answers at http://127.0.0.1:" in (run.dir / "logs" / "critic.log").read_text()
-    assert not processes_of_critics(), "it ended with its run"
+    assert not critic_processes(), "the critic's process outlived its run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["out to in", "in to out"])
-def test_a_checkpoint_fits_either_place(tmp_path: Path, uploads: Path, first: bool) -> None:
-    """A step in one place, two more in the other: the same figures as without the move."""
+def test_a_resume_may_move_the_critic_into_or_out_of_its_own_process(
+    tmp_path: Path, module_folder: Path, first: bool
+) -> None:
+    """One step in one place and two in the other give the bits of a run without the move."""
     run = understudy.train(ppo(tmp_path, "run", {"process": first}, steps=1), progress=False).dir
     assert (run / "logs" / "critic.log").exists() == first
     moved = [f"trainer.steps={STEPS}", f"critic.process={'false' if first else 'true'}"]
     asyncio.run(resume(run, moved, progress=False))
-    assert_same(run, undisturbed(uploads))
+    assert_same(run, run_without_process(module_folder))
     assert (run / "logs" / "critic.log").exists()
 
 
 @pytest.mark.slow
-def test_fully_async_and_two_threads_ask_it_too(tmp_path: Path) -> None:
+def test_a_critic_process_gives_the_same_bits_when_async_with_two_threads(tmp_path: Path) -> None:
     runs = []
     for process in (False, True):
         table = ppo(tmp_path, f"run-{process}", {"process": process}, mode="fully_async", max_staleness=0)
@@ -123,10 +127,10 @@ def test_fully_async_and_two_threads_ask_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_break_its_update_are_named_and_kept_by_the_trainer(tmp_path: Path) -> None:
-    kept = []
+def test_rows_that_break_the_critic_s_update_are_named_and_stored_for_replay(tmp_path: Path) -> None:
+    outcomes = []
     for process in (False, True):
-        # The first update of the step throws it so far that the second has no numbers any more.
+        # The first update of the step makes the weights so large that the second one's loss is inf or nan.
         table = ppo(tmp_path, f"run-{process}", {"process": process, "learning_rate": 1e30})
         with pytest.raises(
             PolicyError, match=r"step 0 stopped with loss (inf|nan); .*row\(s\): 00000-.* were not touched"
@@ -134,29 +138,31 @@ def test_rows_that_break_its_update_are_named_and_kept_by_the_trainer(tmp_path: 
             understudy.train(table, progress=False)
         run = Path(table["run"]["dir"])
         rows = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
-        kept.append((str(raised.value), rows, (run / rows[0]["file"]).read_bytes()))
+        outcomes.append((str(raised.value), rows, (run / rows[0]["file"]).read_bytes()))
         assert rows and {row["role"] for row in rows} == {"critic"}
-        assert not list((run / "checkpoints").glob("step-*")), "the step that broke left nothing behind"
+        assert not list((run / "checkpoints").glob("step-*")), "the refused step left a checkpoint"
         found = replay_run(run)
         assert found.role == "critic" and [finding.key for finding in found.findings] == [
             row["key"] for row in rows
         ]
-    assert kept[0] == kept[1], "the same words, rows and columns from either place"
+    assert outcomes[0] == outcomes[1], "message, rows and columns should not depend on where the critic is"
 
 
 @pytest.mark.slow
-def test_rows_it_may_not_learn_from_are_refused_before_either_model_is_touched(tmp_path: Path) -> None:
-    """Rewards too large for advantages: the critic sees a number that is none, and refuses as it would in the trainer."""
+def test_nan_advantages_are_refused_by_a_critic_process(tmp_path: Path) -> None:
+    """The rewards are so large that the advantages are nan. The critic refuses them as it would in the trainer."""
     table = ppo(tmp_path, "run", {"process": True})
     table["data"]["reward"] = "small_rewards:immense"
     with pytest.raises(LossInputError, match="advantages_N holds nan"):
         understudy.train(table, progress=False)
-    assert not processes_of_critics()
+    assert not critic_processes()
 
 
 @pytest.mark.slow
-def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path, uploads: Path) -> None:
-    """It dies at its twelfth command, the first update of step 3; the one that takes its place lives to the end."""
+def test_a_run_whose_critic_is_killed_goes_back_to_its_last_checkpoint(
+    tmp_path: Path, module_folder: Path
+) -> None:
+    """The critic dies at its twelfth command, the first update of step 3; its replacement lives to the end."""
     table = ppo(tmp_path, "run", {"process": True})
     process = start_cli(
         "train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault="critic.after_command:12"
@@ -168,7 +174,7 @@ def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path,
         "the critic was killed by SIGKILL (out of memory, or by a user or another process); log: " in log_text
     )
     assert "going back to step 2 (restart 1 of 1)" in log_text
-    assert_same(tmp_path / "run", undisturbed(uploads))
+    assert_same(tmp_path / "run", run_without_process(module_folder))
     report = audit(tmp_path / "run")
     assert report.balanced and report.trained == STEPS * 12, "every row once"
 
@@ -178,7 +184,7 @@ Started = tuple[Command, Path, psutil.Process]
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
-    """A long run that takes steps, its directory, and its critic; a lost critic ends it."""
+    """A long run after its first step, its directory and its critic's process. Losing the critic ends the run."""
     table = ppo(tmp_path, "run", {"process": True}, steps=5000, checkpoint_every=1000)
     table["cluster"] = {"restarts": {"student": 0}}
     process = start_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet")
@@ -195,7 +201,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 @pytest.mark.slow
-def test_a_killed_critic_ends_the_run_with_its_name(started: Started) -> None:
+def test_a_killed_critic_without_restarts_ends_the_run_with_an_error_that_names_it(started: Started) -> None:
     process, run, critic = started
     critic.kill()
     killed = time.monotonic()
@@ -211,7 +217,9 @@ def test_a_killed_critic_ends_the_run_with_its_name(started: Started) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_no_critic_is_left_behind(started: Started, how: signal.Signals) -> None:
+def test_the_critic_process_ends_when_the_trainer_is_killed_or_stopped(
+    started: Started, how: signal.Signals
+) -> None:
     process, run, critic = started
     process.send_signal(how)
     output, _ = process.communicate(timeout=60)
@@ -222,14 +230,16 @@ def test_no_critic_is_left_behind(started: Started, how: signal.Signals) -> None
 
 
 @pytest.mark.slow
-def test_a_critic_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_a_critic_that_cannot_load_its_model_ends_the_run_and_names_its_log(tmp_path: Path) -> None:
     table = ppo(tmp_path, "run", {"process": True})
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (ASSETS / "models" / "student").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    save_file({"other": np.zeros(1, np.float32)}, broken / "model.safetensors")  # whole, and not this model's
+    save_file(
+        {"other": np.zeros(1, np.float32)}, broken / "model.safetensors"
+    )  # a valid file without the model's tensors
     table["critic"]["model"] = str(broken)
     with pytest.raises(Exception, match=r"process critic ended with code \d; log: .*critic\.log"):
         understudy.train(table, progress=False)
-    assert not processes_of_critics()
+    assert not critic_processes()

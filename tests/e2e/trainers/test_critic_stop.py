@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("mode", "how"), [("sync", signal.SIGTERM), ("fully_async", signal.SIGINT)])
-def test_a_critic_that_stands_still_does_not_hold_up_a_stop(
+def test_a_suspended_critic_does_not_delay_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: signal.Signals
 ) -> None:
-    """What it learnt since the last checkpoint cannot be saved without it: a resume goes on from there."""
+    """The critic's updates since the last checkpoint cannot be saved without it: a resume continues from that one."""
     here, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, path])))
     table = ppo(tmp_path, "run", {"process": True}, mode=mode, steps=5000, checkpoint_every=2)
@@ -36,9 +36,9 @@ def test_a_critic_that_stands_still_does_not_hold_up_a_stop(
         critic.suspend()
         until_no_progress(process, run)
         process.send_signal(how)
-        asked = time.monotonic()
+        signalled = time.monotonic()
         output, _ = process.communicate(timeout=100)
-        took = time.monotonic() - asked
+        took = time.monotonic() - signalled
     finally:
         process.kill()
         process.communicate()

@@ -13,27 +13,27 @@ from understudy.observability.metrics import without_clock
 Make = Callable[..., dict[str, Any]]
 
 
-def numbers(run: understudy.Run) -> list[dict[str, Any]]:
+def metrics_without_clock(run: understudy.Run) -> list[dict[str, Any]]:
     return [without_clock(line) for line in run.metrics]
 
 
-def test_full_determinism_repeats_to_the_bit(recipe: Make) -> None:
-    # The second step is the first that shows whether an update and the rollouts under its weights repeat; a third shows their moments.
+def test_two_runs_with_full_determinism_give_the_same_bits(recipe: Make) -> None:
+    # Step 2 shows whether an update and the rollouts with its weights repeat, step 3 whether Adam's moments do.
     short = {"rollout__n": 2, "trainer__steps": 3}
     first = understudy.train(recipe("a", **short), progress=False)
     second = understudy.train(recipe("b", **short), progress=False)
-    assert numbers(first) == numbers(second)
+    assert metrics_without_clock(first) == metrics_without_clock(second)
     weights = [
         load_file(run.dir / "checkpoints" / "step-000003" / "model.safetensors") for run in (first, second)
     ]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     other = understudy.train(recipe("c", rollout__n=2, trainer__steps=1, run__seed=1), progress=False)
-    assert numbers(other)[0]["actor/loss"] != numbers(first)[0]["actor/loss"]
+    assert metrics_without_clock(other)[0]["actor/loss"] != metrics_without_clock(first)[0]["actor/loss"]
 
 
 @pytest.mark.slow
-def test_the_scoring_order_does_not_matter(recipe: Make) -> None:
-    """Cohorts of another size compose other batches; the losses agree to rounding, the tokens exactly."""
+def test_another_max_batch_gives_the_same_lengths_and_nearly_the_same_losses(recipe: Make) -> None:
+    """Another `rollout.max_batch` composes other batches: losses agree to rounding, response lengths exactly."""
     small = understudy.train(recipe("a", rollout__max_batch=3, trainer__steps=2), progress=False)
     large = understudy.train(recipe("b", rollout__max_batch=64, trainer__steps=2), progress=False)
     for one, other in zip(small.metrics, large.metrics, strict=True):
@@ -63,13 +63,13 @@ def test_fast_mode_trains_every_row_once(recipe: Make) -> None:
     ],
     ids=lambda loss: f"{loss['kind']}-{loss['signal']}",
 )
-def test_other_losses_run(recipe: Make, loss: dict[str, Any]) -> None:
+def test_each_loss_trains_with_gradients(recipe: Make, loss: dict[str, Any]) -> None:
     run = understudy.train(recipe(trainer__steps=2, loss=loss), progress=False)
     assert run.steps == 2 and all(line["actor/grad_norm"] > 0 for line in run.metrics)
 
 
 @pytest.mark.slow
-def test_rewards_alone_and_rewards_with_distillation(recipe: Make) -> None:
+def test_runs_train_on_rewards_alone_and_on_rewards_with_distillation(recipe: Make) -> None:
     together = recipe("a", trainer__steps=2, rollout__n=4, trainer__batch_size=4, loss__task_coef=1.0)
     assert understudy.train(together, progress=False).last["actor/pg_loss"] is not None
     alone = recipe(

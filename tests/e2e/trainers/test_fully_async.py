@@ -1,4 +1,5 @@
-"""The fully async trainer: the sync trainer at staleness 0, bounded and exactly-once beyond it, whatever is killed."""
+"""The fully async trainer: equal to the sync trainer at staleness 0; beyond it staleness is bounded and every row is
+trained once, also after kills."""
 
 import contextlib
 import json
@@ -29,7 +30,7 @@ MORE_POINTS = ("after_claim:1", "after_claim:3", "after_update:2", "after_publis
 
 @pytest.fixture(autouse=True)
 def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in processes of their own find the rewards beside this file."""
+    """Lets runs in processes of their own import `small_rewards`."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
@@ -38,7 +39,7 @@ def weights_of(run: Path, step: int = 4) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param(FILTERED, marks=pytest.mark.slow)])
-def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make, more: dict[str, Any]) -> None:
+def test_staleness_0_gives_the_bits_of_the_sync_trainer(recipe: Make, more: dict[str, Any]) -> None:
     changes = {"rollout__n": 2, "trainer__eval_every": 2, "trainer__eval_samples": 8, **more}
     changes["data__eval"] = recipe()["data"]["train"]
     sync = understudy.train(recipe("sync", **changes), progress=False)
@@ -64,10 +65,10 @@ def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make, more: dict[st
         ),
     ],
 )
-def test_every_row_is_trained_once_and_none_is_too_old(
+def test_every_row_is_trained_once_and_within_the_staleness_bound(
     recipe: Make, staleness: float, every: int, partial: bool
 ) -> None:
-    """`steps` = 5 is no multiple of the updates per publish: the last window is short."""
+    """With 5 steps and 2 or 3 updates per publish, the last window is short."""
     run = understudy.train(
         recipe(
             trainer__steps=5, trainer__max_staleness=staleness, trainer__sync_every=every,
@@ -88,7 +89,7 @@ def test_every_row_is_trained_once_and_none_is_too_old(
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_generations_continue_over_kept_keys_and_values(recipe: Make, processes: int) -> None:
+def test_generations_continue_after_a_publish_with_kept_keys_and_values(recipe: Make, processes: int) -> None:
     run = understudy.train(
         recipe(
             rollout__recompute_kv=False, rollout__processes=processes, rollout__max_batch=2, rollout__max_new_tokens=100, rollout__temperature=8.0,
@@ -99,10 +100,12 @@ def test_generations_continue_over_kept_keys_and_values(recipe: Make, processes:
     report = audit(run.dir)
     assert report.balanced and report.trained == 48
     assert max(line["async/staleness/max"] for line in run.metrics) == 1
-    assert sum(line["async/partial_rollouts"] for line in run.metrics) > 0, "some were under way at a publish"
+    assert sum(line["async/partial_rollouts"] for line in run.metrics) > 0, (
+        "no rollout was in progress at a publish"
+    )
 
 
-def test_rewards_and_distillation_together(recipe: Make) -> None:
+def test_an_async_run_trains_on_rewards_and_distillation_together(recipe: Make) -> None:
     run = understudy.train(
         recipe(loss__task_coef=0.5, rollout__n=4, trainer__batch_size=4, trainer__steps=3, **ASYNC),
         progress=False,
@@ -111,20 +114,22 @@ def test_rewards_and_distillation_together(recipe: Make) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_that_teach_nothing_are_replaced_within_their_window(recipe: Make) -> None:
+def test_prompts_without_signal_are_replaced_within_their_window(recipe: Make) -> None:
     run = understudy.train(recipe(trainer__max_staleness=1.0, **FILTERED, **ASYNC), progress=False)
-    check_filtered(run.dir)
+    assert_windows_are_full(run.dir)
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("max_rows", [20, pytest.param(28, marks=pytest.mark.slow)])
-def test_a_replaced_prompt_never_waits_for_a_place_behind_a_later_window(recipe: Make, max_rows: int) -> None:
-    """Windows of 15 rows in a plane of 20: the next window waits for admission while places of this one are filled again. In one of
-    28, it would enter by the room of the very rows that are to be replaced."""
+def test_replacement_prompts_are_admitted_before_a_later_window_when_max_rows_is_small(
+    recipe: Make, max_rows: int
+) -> None:
+    """Windows have 15 rows. With max_rows = 20, the next window waits for admission while prompts of this one
+    are replaced. With 28, the next window could wrongly take the room of the very rows that are being replaced."""
     run = understudy.train(
         recipe(trainer__max_staleness=1.0, dataplane__max_rows=max_rows, **FILTERED, **ASYNC), progress=False
     )
-    check_filtered(run.dir)
+    assert_windows_are_full(run.dir)
     assert sum(line["rows/evicted"] for line in run.metrics) == audit(run.dir).evicted
     assert all(line["rows/evicted"] == line.get("rows/evicted/no_signal", 0) for line in run.metrics)
     assert all(line["perf/async/slots"] == max_rows // 3 for line in run.metrics)
@@ -137,17 +142,19 @@ def test_a_replaced_prompt_never_waits_for_a_place_behind_a_later_window(recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["async.after_claim:2", "async.after_ack:3", "async.after_publish:3"])
-def test_kill_9_and_resume_while_prompts_are_replaced(recipe: Make, tmp_path: Path, fault: str) -> None:
+def test_a_run_killed_while_prompts_are_replaced_resumes_with_full_windows(
+    recipe: Make, tmp_path: Path, fault: str
+) -> None:
     table = recipe(trainer__max_staleness=1.0, **FILTERED, **ASYNC)
     code, output = run_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), fault=fault)
     assert code == -9, output
     code, output = run_cli("resume", table["run"]["dir"])
     assert code == 0, output
-    check_filtered(Path(table["run"]["dir"]))
+    assert_windows_are_full(Path(table["run"]["dir"]))
 
 
-def test_a_resume_at_staleness_0_repeats_the_run_though_prompts_were_replaced(recipe: Make) -> None:
-    """The first window after the checkpoint begins behind the replacements of the window before it."""
+def test_a_resume_at_staleness_0_gives_the_same_bits_after_prompts_were_replaced(recipe: Make) -> None:
+    """The first window after the checkpoint begins after the replacement prompts of the window before it."""
     whole = understudy.train(recipe("whole", trainer__max_staleness=0, **FILTERED, **ASYNC), progress=False)
     assert whole.metrics[1]["rollout/refills"] > 0
     half = understudy.train(
@@ -160,8 +167,9 @@ def test_a_resume_at_staleness_0_repeats_the_run_though_prompts_were_replaced(re
 
 
 @pytest.mark.slow
-def test_a_killed_sync_run_takes_its_replacements_again(recipe: Make, tmp_path: Path) -> None:
-    """Rows in flight are kept under "fast". The cursor must pass their prompts, or the next step would meet them."""
+def test_a_killed_sync_run_resumes_with_the_same_replacement_prompts(recipe: Make, tmp_path: Path) -> None:
+    """In fast mode, rows in flight are kept. The data position must pass their prompts, or the next step would
+    draw them."""
     more = {
         **FILTERED,
         "run__determinism": "fast",
@@ -183,8 +191,8 @@ def test_a_killed_sync_run_takes_its_replacements_again(recipe: Make, tmp_path: 
     assert replaced(resumed.metrics) == replaced(whole.metrics)
 
 
-def check_filtered(run: Path) -> None:
-    """Every window is full again, every prompt was trained or filtered, and no row is older than one publish."""
+def assert_windows_are_full(run: Path) -> None:
+    """Every window is full, every prompt was trained or filtered, and no row is older than one publish."""
     report = audit(run)
     assert report.balanced and report.in_flight == 0 and report.evicted > 0
     assert report.per_step == dict.fromkeys(range(1, 5), 15)
@@ -199,7 +207,9 @@ def check_filtered(run: Path) -> None:
     "fault",
     ["async.after_ack:3", *(pytest.param(f"async.{point}", marks=pytest.mark.slow) for point in MORE_POINTS)],
 )
-def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path, fault: str) -> None:
+def test_a_killed_and_resumed_async_run_trains_every_prompt_once(
+    recipe: Make, tmp_path: Path, fault: str
+) -> None:
     table = recipe(trainer__max_staleness=1.0, rollout__n=2, trainer__steps=6, **ASYNC)
     path = write_toml(tmp_path / "recipe.toml", table)
     code, output = run_cli("train", str(path), fault=fault)
@@ -216,8 +226,10 @@ def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_step_without_rows_is_told_as_what_it_is(recipe: Make, tmp_path: Path, every: int) -> None:
-    """Of a window of several steps: the rows are those of all its steps, and earlier steps may have trained some."""
+def test_a_step_without_rows_ends_the_run_with_an_error_that_names_its_window(
+    recipe: Make, tmp_path: Path, every: int
+) -> None:
+    """The rows of a window of several steps belong to all of them, and earlier steps may have trained some."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:16]
     rows = [{**json.loads(line), "trouble": int(place >= 4)} for place, line in enumerate(lines)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -228,18 +240,21 @@ def test_a_step_without_rows_is_told_as_what_it_is(recipe: Make, tmp_path: Path,
     )  # fmt: skip
     with pytest.raises(DataError) as error:
         understudy.train(table, progress=False)
-    told = {
+    expected = {
         1: "every row of step 2 failed",
         2: "step 2 has no row: those of steps 1 to 2, which are one window (trainer.sync_every = 2), failed or were trained by the steps "
         "before it",
     }[every]
-    assert str(error.value).startswith(f"{told}; the reasons are in ")
+    assert str(error.value).startswith(f"{expected}; the reasons are in ")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, seed: int) -> None:
-    """Launcher, teachers and the rollout process, again and again: every prompt is trained once, none is too old."""
+def test_every_prompt_is_trained_once_when_random_processes_are_killed(
+    recipe: Make, tmp_path: Path, seed: int
+) -> None:
+    """Kills the launcher, a teacher or the rollout process at random times, up to five times, and resumes where
+    needed."""
     chance = random.Random(seed)
     table = recipe(
         trainer__max_staleness=chance.choice([0.5, 1.0, 2.0]), rollout__n=2, rollout__processes=1, trainer__steps=8,
@@ -268,7 +283,7 @@ def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, s
             process = start_cli(*arguments)
     output, _ = process.communicate(timeout=240)
     while process.returncode == 2:
-        # A child killed while the run was starting ends the start with that child's own words; nothing is lost.
+        # A child that is killed while the run starts ends the start with an error that names it; no row is lost.
         assert "was killed by SIGKILL" in output, output
         process = start_cli("resume", str(run), "--quiet")
         output, _ = process.communicate(timeout=240)
@@ -280,7 +295,7 @@ def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, s
     assert max(line["async/staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= bound
 
 
-def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
+def test_check_refuses_settings_that_contradict_the_async_schedule(recipe: Make, tmp_path: Path) -> None:
     table = recipe(run__determinism="full", trainer__max_staleness=1.0, **ASYNC)
     for name in table["teachers"]:
         table["teachers"][name] |= {"placement": "pool", "pool": "p", "urls": []}
@@ -296,7 +311,7 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_teachers_may_have_a_pool_of_their_own(recipe: Make) -> None:
+def test_an_async_run_trains_with_its_teacher_in_a_pool(recipe: Make) -> None:
     table = recipe(trainer__steps=2, cluster={"pools": {"scoring": {"cpus_per_node": 1}}}, **ASYNC)
     model = table["teachers"]["add"]["model"]
     table["teachers"] = {"add": {"model": model, "placement": "pool", "pool": "scoring"}}
@@ -306,7 +321,7 @@ def test_teachers_may_have_a_pool_of_their_own(recipe: Make) -> None:
     assert run.last["teacher/add/rows"] == 16
 
 
-def test_doctor_says_what_a_run_waits_for(recipe: Make) -> None:
+def test_doctor_reports_that_a_finished_run_has_ended(recipe: Make) -> None:
     run = understudy.train(recipe(trainer__steps=2, **ASYNC), progress=False)
     waits = json.loads((run.dir / "waits.json").read_text())
     assert waits["waiting"] == [] and waits["status"] == "ended"

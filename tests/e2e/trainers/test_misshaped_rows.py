@@ -1,4 +1,4 @@
-"""Rows that no update could read, from an agent loop that makes its trajectories itself."""
+"""Malformed rows from an agent loop that makes its trajectories itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,16 @@ WRONG = {
     2: "behaviour_logprobs = 0.5 at a token that the student wrote",
     3: "loss on its first token",
     4: "a loss mask of int32",
-    5: "1",  # so many tokens: more than 128
+    5: "1",  # the first digit of its number of tokens, which is above 128
     6: "turns = 2.5; expected a whole number",
 }
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_rows_that_no_update_could_read_cost_themselves_alone(
+def test_only_the_malformed_rows_of_an_agent_loop_become_dead_letters(
     recipe: Callable[..., dict[str, Any]], workers: int
 ) -> None:
-    """Without teachers, which would refuse some of them."""
+    """Without teachers, because a teacher would refuse some of these rows."""
     table = recipe(
         teachers={}, loss={"distill_coef": 0.0, "task_coef": 1.0, "advantage": "reinforce++"},
         rollout__agent="troubled_loop:Misshapes", rollout__workers=workers, data__shuffle=False,
@@ -34,7 +34,7 @@ def test_rows_that_no_update_could_read_cost_themselves_alone(
     assert report.balanced and report.trained == 8 - len(WRONG) + workers
     for place, reason in WRONG.items():
         if workers and place == 4:
-            continue  # a message to the run's process has a mask of bool
+            continue  # a worker's message carries the mask as bool
         assert any(f"row 00000-{place:07d}_0_0 came with {reason}" in found for found in report.reasons), (
             reason
         )

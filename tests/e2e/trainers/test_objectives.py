@@ -23,7 +23,7 @@ from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 REWARDS = "small_rewards:varied"
-ALONE = {"task_coef": 1.0, "distill_coef": 0.0}
+REWARDS_ONLY = {"task_coef": 1.0, "distill_coef": 0.0}
 TEACHER = str(ASSETS / "models" / "teacher-add")
 
 
@@ -34,9 +34,9 @@ def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(recipe: Make, name: str = "run", **overrides: Any) -> dict[str, Any]:
-    """Seven prompts of three sessions a step; rewards alone unless told otherwise."""
+    """A recipe with seven prompts of three sessions per step and, unless overridden, rewards only."""
     settings = {
-        "loss": ALONE,
+        "loss": REWARDS_ONLY,
         "teachers": {},
         "rollout__n": 3,
         "trainer__batch_size": 7,
@@ -44,7 +44,7 @@ def small(recipe: Make, name: str = "run", **overrides: Any) -> dict[str, Any]:
         "data__reward": REWARDS,
     }
     table = recipe(name, **{**settings, **overrides})
-    # A few hundred of the ten thousand problems: every run looks at all of its rows before it starts.
+    # 300 of the ten thousand problems, because every run reads all of its rows before it starts.
     rows = Path(table["run"]["dir"]).parent / "rows.jsonl"
     rows.write_text("".join(Path(table["data"]["train"]).read_text().splitlines(keepends=True)[:300]))
     table["data"]["train"] = str(rows)
@@ -59,20 +59,20 @@ def weights(run: understudy.Run, step: int) -> dict[str, Any]:
     "changes",
     [
         {
-            "loss": ALONE,
+            "loss": REWARDS_ONLY,
             "rollout__overlong": "drop",
             "rollout__overlong_buffer": 3,
             "rollout__max_new_tokens": 4,
         },
         {"loss": {"task_coef": 1.0, "topk": 8, "distill_coef": 0.3}, "teachers": None},
         {
-            "loss": {**ALONE, "advantage": "gae", "lam": 0.95, "kl_coef": 0.1, "kl_in": "reward"},
+            "loss": {**REWARDS_ONLY, "advantage": "gae", "lam": 0.95, "kl_coef": 0.1, "kl_in": "reward"},
             "critic": {"model": TEACHER, "learning_rate": 1e-3, "only_steps": 1},
             "reference": {"model": TEACHER},
         },
-        {"loss": {**ALONE, "advantage": "rloo", "kl_coef": 0.05, "kl_kind": "k3"}},
+        {"loss": {**REWARDS_ONLY, "advantage": "rloo", "kl_coef": 0.05, "kl_kind": "k3"}},
         {
-            "loss": {**ALONE, "advantage": "reinforce++", "gamma": 0.99},
+            "loss": {**REWARDS_ONLY, "advantage": "reinforce++", "gamma": 0.99},
             "trainer__epochs": 2,
             "trainer__mini_batch_size": 3,
         },
@@ -81,11 +81,13 @@ def weights(run: understudy.Run, step: int) -> dict[str, Any]:
         "grpo without long answers",
         "grpo and distillation",
         "ppo with a critic",
-        "rloo on a leash",
+        "rloo with a KL penalty",
         "reinforce++, 2 x 3 updates",
     ],
 )
-def test_objectives_learn_and_balance_their_books(recipe: Make, changes: dict[str, Any]) -> None:
+def test_each_objective_trains_every_row_once_and_reports_its_metrics(
+    recipe: Make, changes: dict[str, Any]
+) -> None:
     table = small(recipe, **changes)
     if table["teachers"] is None:
         table["teachers"] = recipe()["teachers"]
@@ -102,10 +104,10 @@ def test_objectives_learn_and_balance_their_books(recipe: Make, changes: dict[st
     if table["teachers"]:
         kl = [line[f"teacher/{name}/kl"] for name in table["teachers"] if f"teacher/{name}/kl" in line]
         assert min(kl) - 1e-6 <= line["actor/distillation/loss"] <= max(kl) + 1e-6, (
-            "the term alone, before its coefficient"
+            "actor/distillation/loss is the term before its coefficient"
         )
     if updates > 1:
-        # Nothing but rounding lies between this engine and its trainer.
+        # Engine and trainer differ only by rounding.
         assert 0 <= line["rollout_corr/k3_kl"] < 1e-6 and line["rollout_corr/abs_diff_max"] < 1e-2
     if "critic" in changes:
         assert line["critic/vf_loss"] > 0 and "actor/loss" not in run.metrics[0]
@@ -117,7 +119,7 @@ def test_objectives_learn_and_balance_their_books(recipe: Make, changes: dict[st
 
 
 EVERYTHING: dict[str, Any] = {
-    "loss": {**ALONE, "advantage": "gae", "correction": {"weigh": "token"}},
+    "loss": {**REWARDS_ONLY, "advantage": "gae", "correction": {"weigh": "token"}},
     "critic": {"learning_rate": 1e-3},
     "trainer__epochs": 2,
     "trainer__mini_batch_size": 2,
@@ -134,8 +136,10 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_kill_and_resume_in_the_midst_of_it_all_is_bit_identical(recipe: Make, tmp_path: Path) -> None:
-    """Critic, epochs of mini-batches, filtered groups, packed moments, an average: all of it continues to the bit."""
+def test_a_killed_ppo_run_with_filters_and_8bit_moments_resumes_to_the_same_bits(
+    recipe: Make, tmp_path: Path
+) -> None:
+    """Critic, epochs of mini-batches, filtered groups, 8-bit moments and the weight average all continue to the bit."""
     straight = understudy.train(small(recipe, "straight", **EVERYTHING), progress=False)
     table = small(recipe, "killed", **EVERYTHING)
     code, output = run_cli(
@@ -162,13 +166,15 @@ def test_kill_and_resume_in_the_midst_of_it_all_is_bit_identical(recipe: Make, t
     assert all(report.balanced and report.in_flight == 0 for report in reports)
     assert reports[0].evicted == reports[1].evicted > 0 and reports[0].trained == reports[1].trained
     assert all(reason.startswith("no signal") for reason in reports[0].reasons)
-    assert reports[0].per_step == dict.fromkeys(range(1, 5), 15), "every step is filled up again"
+    assert reports[0].per_step == dict.fromkeys(range(1, 5), 15), (
+        "filtered prompts are replaced in every step"
+    )
     assert reports[0].evicted == 3 * sum(line["rollout/filtered_prompts"] for line in lines[0])
     scores = [line["critic/score/mean"] for line in lines[0]]
     assert all(1 / 3 <= score <= 2 / 3 for score in scores), "no group of equal rewards was trained on"
 
 
-def test_nothing_but_equal_rewards_says_so(recipe: Make) -> None:
+def test_a_run_whose_groups_all_have_equal_rewards_ends_with_an_error(recipe: Make) -> None:
     table = small(
         recipe,
         rollout__filter_groups=True,
@@ -180,7 +186,9 @@ def test_nothing_but_equal_rewards_says_so(recipe: Make) -> None:
         understudy.train(table, progress=False)
 
 
-def test_failed_rows_are_counted_over_the_run_and_not_by_launch(recipe: Make, tmp_path: Path) -> None:
+def test_max_dead_letters_counts_the_failed_rows_of_all_launches_of_a_run(
+    recipe: Make, tmp_path: Path
+) -> None:
     """One row in each step fails; two may. The third fails in the second launch."""
     lines = (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:40]
     rows = [{**json.loads(line), "trouble": 2 * (i in (0, 4, 8))} for i, line in enumerate(lines)]
@@ -200,8 +208,8 @@ def test_failed_rows_are_counted_over_the_run_and_not_by_launch(recipe: Make, tm
     assert read_json(run.dir / "state.json")["dead_letters"] == audit(run.dir).dead == 3
 
 
-def test_a_nan_reward_is_a_dead_letter_and_takes_its_group_along(recipe: Make) -> None:
-    """A sibling may be in the midst of its own rollout or failure when its group goes: harmless, and counted."""
+def test_a_nan_reward_makes_a_dead_letter_and_drops_its_group(recipe: Make) -> None:
+    """A sibling may still be in its rollout, or failing itself, when its group is dropped; it must be counted once."""
     table = small(
         recipe,
         rollout__group_failure="drop_group",
@@ -227,11 +235,11 @@ def test_a_nan_reward_is_a_dead_letter_and_takes_its_group_along(recipe: Make) -
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, understudy.Run]:
-    """The same small run without any of the options below, made once."""
+    """Holds the small run without any of the options below, trained once for all tests."""
     return {}
 
 
-def beside_plain(
+def train_plain_and_changed(
     plain: dict[str, understudy.Run], recipe: Make, **changes: Any
 ) -> tuple[understudy.Run, understudy.Run]:
     settings = {"trainer__batch_size": 3, "trainer__checkpoint_every": 1}
@@ -240,8 +248,10 @@ def beside_plain(
     return plain["run"], understudy.train(small(recipe, "other", **settings, **changes), progress=False)
 
 
-def test_packed_moments_from_a_recipe(recipe: Make, plain: dict[str, understudy.Run]) -> None:
-    expected, run = beside_plain(plain, recipe, trainer__optimizer="adamw_8bit")
+def test_adamw_8bit_takes_nearly_the_same_step_with_a_smaller_optimizer_file(
+    recipe: Make, plain: dict[str, understudy.Run]
+) -> None:
+    expected, run = train_plain_and_changed(plain, recipe, trainer__optimizer="adamw_8bit")
     for name, mine in weights(run, 1).items():
         assert mine == pytest.approx(weights(expected, 1)[name], abs=2e-4), "a fifth of the learning rate"
     sizes = [
@@ -252,10 +262,10 @@ def test_packed_moments_from_a_recipe(recipe: Make, plain: dict[str, understudy.
 
 
 @pytest.mark.slow
-def test_offload_average_and_recomputation_change_no_step(
+def test_offload_ema_and_gradient_checkpointing_change_weights_only_by_rounding(
     recipe: Make, tmp_path: Path, plain: dict[str, understudy.Run]
 ) -> None:
-    expected, run = beside_plain(
+    expected, run = train_plain_and_changed(
         plain,
         recipe,
         trainer__offload_optimizer=True,
@@ -264,8 +274,8 @@ def test_offload_average_and_recomputation_change_no_step(
     )
     found, before = weights(run, 2), weights(run, 1)
     for name, mine in found.items():
-        # Recomputation takes transformers' layers, whose gradients differ from ours by rounding. AdamW enlarges that where a gradient is
-        # nearly nothing: seldom, and never to a twentieth of the learning rate.
+        # Gradient checkpointing uses transformers' layers, whose gradients differ from ours by rounding. AdamW
+        # enlarges that where a gradient is near zero: seldom, and by less than a twentieth of the learning rate.
         distance = np.abs(mine - weights(expected, 2)[name])
         assert distance.mean() < 1e-7 and distance.max() < 5e-5, name
     state = load_file(run.dir / "checkpoints" / "step-000002" / "optimizer.safetensors")
@@ -275,9 +285,11 @@ def test_offload_average_and_recomputation_change_no_step(
         assert state[f"ema/{name}"] == pytest.approx(average, abs=1e-6)
 
 
-def test_adapters_from_a_recipe(recipe: Make, tmp_path: Path, plain: dict[str, understudy.Run]) -> None:
+def test_a_lora_run_checkpoints_only_adapters_and_exports_merged_weights(
+    recipe: Make, tmp_path: Path, plain: dict[str, understudy.Run]
+) -> None:
     pytest.importorskip("peft")
-    expected, run = beside_plain(plain, recipe, student__lora={"rank": 4, "alpha": 8})
+    expected, run = train_plain_and_changed(plain, recipe, student__lora={"rank": 4, "alpha": 8})
     assert all("lora_" in name for name in weights(run, 2)), "checkpoints hold the adapters alone"
     assert run.metrics[0]["actor/loss"] == pytest.approx(expected.metrics[0]["actor/loss"], abs=1e-6)
     assert run.metrics[1]["rollout/weight_version/min"] == 1
@@ -287,8 +299,10 @@ def test_adapters_from_a_recipe(recipe: Make, tmp_path: Path, plain: dict[str, u
     assert moved and all("proj" in name for name in moved)
 
 
-def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
-    table = small(recipe, loss={**ALONE, "advantage": "grpo_no_std"}, data__reward="small_rewards:immense")
+def test_rows_that_break_a_step_are_named_and_written_to_refused_jsonl(recipe: Make) -> None:
+    table = small(
+        recipe, loss={**REWARDS_ONLY, "advantage": "grpo_no_std"}, data__reward="small_rewards:immense"
+    )
     with pytest.raises(
         UnderstudyError, match=r"gradient norm (inf|nan); .* row\(s\): 00000-.* were not touched"
     ):
@@ -296,7 +310,7 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
     run = Path(table["run"]["dir"])
     kept = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
     assert kept and all(line["tokens"] and "gradient norm" in line["reason"] for line in kept)
-    assert not list((run / "checkpoints").glob("step-*")), "the step that broke left nothing behind"
+    assert not list((run / "checkpoints").glob("step-*")), "the refused step left a checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -305,8 +319,11 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
         ({"loss": {"advantage": "gae", "topk": 8}}, "set loss.task_coef above 0"),
         ({"critic": {}}, r"\[critic\] is only used by loss.advantage = 'gae'"),
         ({"reference": {}}, r"\[reference\] is only used with loss.kl_coef"),
-        ({"loss": {**ALONE, "tis_cap": 2.0, "correction": {"weigh": "token"}}}, "instead of loss.tis_cap"),
-        ({"loss": {**ALONE, "correction": {"drop": "token", "low": 3.0}}}, "must lie below"),
+        (
+            {"loss": {**REWARDS_ONLY, "tis_cap": 2.0, "correction": {"weigh": "token"}}},
+            "instead of loss.tis_cap",
+        ),
+        ({"loss": {**REWARDS_ONLY, "correction": {"drop": "token", "low": 3.0}}}, "must lie below"),
         ({"rollout__n": 1, "rollout__filter_groups": True}, "set rollout.n above 1"),
         ({"rollout__overlong_buffer": 9}, "longer than rollout.max_new_tokens"),
         ({"rollout__overlong_buffer": 3, "rollout__agent": "tool"}, "set rollout.max_trajectory_tokens"),
@@ -320,6 +337,8 @@ def test_rows_that_break_a_step_are_named_and_kept(recipe: Make) -> None:
         ),
     ],
 )
-def test_combinations_without_sense_are_refused(recipe: Make, changes: dict[str, Any], message: str) -> None:
+def test_contradictory_objective_settings_are_refused(
+    recipe: Make, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe(small(recipe, **changes))

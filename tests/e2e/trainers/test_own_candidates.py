@@ -1,4 +1,4 @@
-"""`loss.signal = "at_ids"`: the teacher is asked about the student's own candidates, all the way from the engine to the loss."""
+"""`loss.signal = "at_ids"`: the teacher scores the student's own candidates; from the engine to the loss."""
 
 import asyncio
 import importlib.util
@@ -25,10 +25,15 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "minimal_opd.py"
 K, BATCH = 3, 8
-OWN = {"loss__kind": "reverse_kl", "loss__signal": "at_ids", "loss__topk": K, "data__shuffle": False}
+OWN_CANDIDATES = {
+    "loss__kind": "reverse_kl",
+    "loss__signal": "at_ids",
+    "loss__topk": K,
+    "data__shuffle": False,
+}
 
 
-def plain() -> ModuleType:
+def load_minimal_example() -> ModuleType:
     """The one-file example's functions: rollouts and forward passes without the framework."""
     spec = importlib.util.spec_from_file_location("minimal_opd", EXAMPLE)
     assert spec is not None and spec.loader is not None
@@ -38,8 +43,8 @@ def plain() -> ModuleType:
 
 
 def first_step() -> tuple[float, float]:
-    """Loss and gradient norm of reverse KL over the student's K best ids and one bucket for the rest."""
-    opd = plain()
+    """Expected loss and gradient norm: reverse KL over the student's top K ids and one bucket for the rest."""
+    opd = load_minimal_example()
     load = AutoModelForCausalLM.from_pretrained
     student = load(ASSETS / "models" / "student", dtype=torch.float32).eval()
     teachers = {
@@ -71,17 +76,19 @@ def first_step() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_one_step_equals_a_plain_computation(recipe: Callable[..., dict[str, Any]], workers: int) -> None:
-    """With workers, candidates also cross a process boundary and back."""
-    table = recipe(trainer__steps=1, trainer__batch_size=BATCH, rollout__workers=workers, **OWN)
+def test_a_step_with_the_student_s_own_candidates_equals_a_plain_computation(
+    recipe: Callable[..., dict[str, Any]], workers: int
+) -> None:
+    """With workers, candidates also cross a process boundary in both directions."""
+    table = recipe(trainer__steps=1, trainer__batch_size=BATCH, rollout__workers=workers, **OWN_CANDIDATES)
     run = understudy.train(table, progress=False)
     loss, norm = first_step()
     assert run.last["actor/loss"] == pytest.approx(loss, rel=1e-4)
     assert run.last["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
-def test_a_journalled_rollout_comes_back_with_its_candidates(tmp_path: Path) -> None:
-    """A run that ends between rollout and score asks the teacher about the same ids after a resume."""
+def test_a_rollout_read_back_from_the_data_plane_has_its_candidates(tmp_path: Path) -> None:
+    """So a run that ends between rollout and score asks the teacher about the same ids after a resume."""
     ids = np.array([[5, 1], [7, 3]], np.int32)
     one = Trajectory(
         "00000-0000000_0_0",

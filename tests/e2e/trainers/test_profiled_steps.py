@@ -1,4 +1,4 @@
-"""`run.profile_steps` writes a trace of the trainer's process, and changes nothing else."""
+"""`run.profile_steps` writes a trace of the trainer's process and does not change the metrics."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_a_profiled_step_has_the_operators_of_all_threads(recipe: Make, mode: str) -> None:
+def test_a_profiled_step_traces_the_operators_of_all_threads(recipe: Make, mode: str) -> None:
     more = {"trainer__mode": mode, "trainer__steps": 3, "run__determinism": "full"}
     if mode == "fully_async":
         more |= {"trainer__max_staleness": 0}
@@ -37,7 +37,9 @@ def test_a_profiled_step_has_the_operators_of_all_threads(recipe: Make, mode: st
         ("1,5-3", "'1,5-3': 5 comes after 3; expected steps such as 3-5"),
     ],
 )
-def test_steps_that_are_none(capsys: pytest.CaptureFixture[str], word: str, told: str) -> None:
+def test_malformed_profile_steps_are_refused(
+    capsys: pytest.CaptureFixture[str], word: str, told: str
+) -> None:
     with pytest.raises(SystemExit):
         main(["train", "recipe.toml", "--profile", word])
     assert told in capsys.readouterr().err

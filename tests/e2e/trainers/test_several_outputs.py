@@ -1,4 +1,4 @@
-"""Sessions with several outputs: one bad output costs one row, and a kill between outputs trains each exactly once."""
+"""Sessions with several outputs: a bad output fails only its own row, and after a kill each is trained exactly once."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def letters(run: Path) -> dict[str, str]:
     return {letter["key"]: letter["reason"] for letter in map(json.loads, lines)}
 
 
-def assert_exactly_the_bad_ones(run: Path) -> None:
+def assert_only_bad_outputs_failed(run: Path) -> None:
     found, report = letters(run), audit(run)
     assert found.keys() == REASONS.keys()
     assert all(REASONS[key] in reason for key, reason in found.items()), found
@@ -68,7 +68,7 @@ def assert_exactly_the_bad_ones(run: Path) -> None:
     assert report.trained == STEPS * 12 * 2 - len(REASONS)
 
 
-def assert_each_once(run: Path, rows: int) -> None:
+def assert_each_row_trained_once(run: Path, rows: int) -> None:
     report = audit(run)
     assert report.balanced and (report.trained, report.in_flight, report.dead) == (rows, 0, 0), str(report)
     trained = [key for _, key in Ledger.read(run).trained_keys("train")]
@@ -81,11 +81,11 @@ def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     return lines, {name: value.tobytes() for name, value in weights.items()}
 
 
-def test_one_bad_output_costs_one_row_and_the_run_repeats_to_the_bit(recipe: Make) -> None:
+def test_each_bad_output_fails_only_its_own_row_and_the_run_repeats_to_the_bit(recipe: Make) -> None:
     first = understudy.train(table_of(recipe, "a", TROUBLE), progress=False)
     second = understudy.train(table_of(recipe, "b", TROUBLE), progress=False)
-    assert_exactly_the_bad_ones(first.dir)
-    assert_exactly_the_bad_ones(second.dir)
+    assert_only_bad_outputs_failed(first.dir)
+    assert_only_bad_outputs_failed(second.dir)
     assert bits(first.dir) == bits(second.dir)
 
 
@@ -102,12 +102,14 @@ def test_one_bad_output_costs_one_row_and_the_run_repeats_to_the_bit(recipe: Mak
         pytest.param({"rollout__workers": 2}, id="workers", marks=pytest.mark.slow),
     ],
 )
-def test_one_bad_output_costs_one_row_however_it_is_made(recipe: Make, more: dict[str, Any]) -> None:
+def test_each_bad_output_fails_only_its_own_row_in_every_mode_and_with_workers(
+    recipe: Make, more: dict[str, Any]
+) -> None:
     run = understudy.train(table_of(recipe, "run", TROUBLE, **more), progress=False)
-    assert_exactly_the_bad_ones(run.dir)
+    assert_only_bad_outputs_failed(run.dir)
 
 
-def test_an_output_that_its_worker_cannot_send_costs_itself_alone(recipe: Make) -> None:
+def test_an_output_that_its_worker_cannot_send_fails_only_its_own_row(recipe: Make) -> None:
     small = {"trainer__steps": 1, "trainer__batch_size": 4, "rollout__workers": 1}
     run = understudy.train(table_of(recipe, "run", {"2/1": "vast"}, **small), progress=False)
     ((key, reason),) = letters(run.dir).items()
@@ -118,7 +120,7 @@ def test_an_output_that_its_worker_cannot_send_costs_itself_alone(recipe: Make) 
     assert report.balanced and (report.trained, report.in_flight, report.dead) == (7, 0, 1), str(report)
 
 
-def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> None:
+def test_only_the_output_whose_reward_hangs_becomes_a_dead_letter(recipe: Make) -> None:
     short = {
         "rollout__deadline_seconds": 2.0,
         "trainer__steps": 1,
@@ -133,11 +135,13 @@ def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> N
     assert audit(run.dir).trained == 7
 
 
-def killed(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **more: Any) -> Path:
+def run_until_killed(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **more: Any
+) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     table = table_of(recipe, "killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
-    assert code == -signal.SIGKILL, f"{fault} did not strike: {output}"
+    assert code == -signal.SIGKILL, f"{fault} did not kill the run: {output}"
     return Path(table["run"]["dir"])
 
 
@@ -162,13 +166,13 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("fault", "more"), KILLS)
-def test_a_kill_between_outputs_and_a_resume_trains_each_once(
+def test_outputs_are_each_trained_once_after_a_kill_between_them_and_a_resume(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, more: dict[str, Any]
 ) -> None:
-    run = killed(recipe, tmp_path, monkeypatch, fault, **more)
+    run = run_until_killed(recipe, tmp_path, monkeypatch, fault, **more)
     code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
-    assert_each_once(run, STEPS * 12 * 2 * more.get("rollout__n", 1))
+    assert_each_row_trained_once(run, STEPS * 12 * 2 * more.get("rollout__n", 1))
 
 
 @pytest.mark.slow
@@ -177,27 +181,30 @@ def test_a_killed_run_with_bad_outputs_resumes_to_the_same_bits(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     whole = understudy.train(table_of(recipe, "whole", TROUBLE), progress=False)
-    run = killed(recipe, tmp_path, monkeypatch, fault, trouble=TROUBLE)
+    run = run_until_killed(recipe, tmp_path, monkeypatch, fault, trouble=TROUBLE)
     code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
-    assert_exactly_the_bad_ones(run)
+    assert_only_bad_outputs_failed(run)
     assert bits(run) == bits(whole.dir)
 
 
-def test_rows_that_only_the_teacher_knows_to_be_bad_cost_themselves(
+def test_rows_that_only_the_teacher_refuses_fail_without_the_rest_of_their_request(
     recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers that do not tell their limits refuse a whole request: its rows are asked about again in halves."""
+    """A server that does not tell its limits refuses a whole request; its rows are then asked again in halves."""
     monkeypatch.setattr("understudy.assembly.teachers.queues.check_row", lambda manifest, item: None)
     run = understudy.train(table_of(recipe, "run", TROUBLE), progress=False)
-    assert_exactly_the_bad_ones(run.dir)
+    assert_only_bad_outputs_failed(run.dir)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_groups_of_several_outputs(recipe: Make, mode: str, filtered: bool) -> None:
-    """Two sessions of two outputs a prompt, with advantages: what fails costs itself, what has no signal goes as a group."""
+def test_groups_of_several_outputs_lose_only_the_outputs_that_fail(
+    recipe: Make, mode: str, filtered: bool
+) -> None:
+    """Two sessions of two outputs per prompt, with advantages. With `filter_groups`, groups without signal are
+    dropped."""
     run = understudy.train(
         table_of(
             recipe, "run", TROUBLE, rollout__n=2, rollout__filter_groups=filtered, loss__task_coef=1.0, trainer__mode=mode
@@ -205,7 +212,7 @@ def test_groups_of_several_outputs(recipe: Make, mode: str, filtered: bool) -> N
         progress=False,
     )  # fmt: skip
     report = audit(run.dir)
-    # Trouble is by prompt: both sessions have it.
+    # TROUBLE is by prompt, so both sessions of a prompt have it.
     expected = {key.replace("_0_", f"_{session}_") for key in REASONS for session in (0, 1)}
     assert letters(run.dir).keys() == expected
     assert report.balanced and report.in_flight == 0
@@ -214,7 +221,9 @@ def test_groups_of_several_outputs(recipe: Make, mode: str, filtered: bool) -> N
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
-def test_a_row_that_no_producer_works_on_ends_the_run_with_its_key(recipe: Make, mode: str) -> None:
+def test_a_row_that_no_producer_works_on_ends_the_run_with_an_error_that_names_it(
+    recipe: Make, mode: str
+) -> None:
     short = {"trainer__steps": 1, "trainer__batch_size": 4, "run__determinism": "fast"}
     run = understudy.train(table_of(recipe, "run", trainer__mode=mode, **short), progress=False).dir
     lost = "00009-0000001_0_0"
@@ -234,14 +243,14 @@ def test_a_row_that_no_producer_works_on_ends_the_run_with_its_key(recipe: Make,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 8])
-def test_a_kill_while_filtered_prompts_are_replaced_loses_none(
+def test_no_row_is_lost_by_a_kill_while_filtered_prompts_are_replaced(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     more = {
         "rollout__agent": "single_turn", "rollout__agent_options": {}, "rollout__n": 2, "rollout__filter_groups": True,
         "data__reward": "small_rewards:coarse", "loss__task_coef": 1.0, "run__determinism": "fast", "rollout__max_refills": 50,
     }  # fmt: skip
-    run = killed(recipe, tmp_path, monkeypatch, f"row_journal.after_put:{count}", **more)
+    run = run_until_killed(recipe, tmp_path, monkeypatch, f"row_journal.after_put:{count}", **more)
     code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
     report = audit(run)

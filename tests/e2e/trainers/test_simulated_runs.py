@@ -1,4 +1,5 @@
-"""The simulation beside real runs: costs from some runs, a prediction for another, and what that one really did."""
+"""The simulation compared with real runs: phase times of runs predict throughput, which is compared with the
+measured."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,9 @@ def measured(recipe: Make, name: str, batch: int, **overrides: Any) -> MeasuredR
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sync_runs_of_other_sizes_are_predicted_within_15_percent(recipe: Make) -> None:
-    """Phase times from batches of 16 and 64; the run with 32 was not looked at. It lies between the others in time too, so
-    that a machine that gets busier or quieter does so for both sides. Needs an otherwise idle machine."""
+def test_throughput_of_a_sync_run_of_another_batch_size_is_predicted_within_15_percent(recipe: Make) -> None:
+    """Phase times come from batches of 16 and 64; the prediction is for 32. That run also lies between the
+    others in time, so that a change in the machine's load affects both sides. Needs an otherwise idle machine."""
     small, middle, large = (measured(recipe, f"batch-{size}", size) for size in (16, 32, 64))
     predicted = middle.predicted(combined([small, large]))
     print(
@@ -34,7 +35,7 @@ def test_sync_runs_of_other_sizes_are_predicted_within_15_percent(recipe: Make) 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("staleness", [0.0, 1.0])
-def test_fully_async_runs_are_predicted_within_15_percent_from_their_phase_times(
+def test_throughput_and_idle_shares_of_an_async_run_are_predicted_within_15_percent(
     recipe: Make, staleness: float
 ) -> None:
     run = measured(
@@ -52,6 +53,6 @@ def test_fully_async_runs_are_predicted_within_15_percent_from_their_phase_times
     )
     assert predicted.rows_per_second == pytest.approx(run.rows_per_second, rel=0.15)
     for side, share in run.idle.items():
-        on_paper = getattr(predicted, f"{side}_idle")
-        print(f"staleness {staleness}: {side} idle {share:.2f} measured, {on_paper:.2f} predicted")
-        assert on_paper == pytest.approx(share, abs=0.15)
+        predicted_share = getattr(predicted, f"{side}_idle")
+        print(f"staleness {staleness}: {side} idle {share:.2f} measured, {predicted_share:.2f} predicted")
+        assert predicted_share == pytest.approx(share, abs=0.15)

@@ -16,7 +16,8 @@ from understudy.trainers import stopping
 def test_no_prompt_is_admitted_for_weights_that_were_not_published(
     recipe: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The publish after step 1 waits for the rollouts of step 2, which do not end. The prompts of step 3 wait for that publish."""
+    """The publish after step 1 waits for the rollouts of step 2, which never end. Prompts of step 3 must wait
+    for it too."""
     monkeypatch.setattr(stopping, "STOP_WAIT_S", 4.0)
     monkeypatch.setattr(troubled_loop.HoldsPublish, "holding", range(4, 8))
     table = recipe(
@@ -28,7 +29,7 @@ def test_no_prompt_is_admitted_for_weights_that_were_not_published(
     report = audit(stopped.dir)
     assert stopped.steps == 1 and report.trained == 4
     assert report.issued == 8, (
-        "the prompts of step 3 were begun by the first weights, two publishes before they are trained"
+        "prompts of step 3 were begun with the first weights, two publishes before they are trained"
     )
     monkeypatch.setattr(troubled_loop.HoldsPublish, "holding", range(0))
     assert understudy.resume(stopped.dir, progress=False).steps == 3

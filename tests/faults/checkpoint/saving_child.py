@@ -14,7 +14,7 @@ ELEMENTS = 40_000
 
 
 def state_of(step: int) -> PolicyState:
-    """Every number in it follows from the step, so that a mixture of two saves cannot pass."""
+    """A state whose numbers all follow from the step, so that a mixture of two saves is detected."""
     weight = torch.arange(ELEMENTS, dtype=torch.float32) + step
     return PolicyState(
         {"weight": weight},
@@ -23,7 +23,7 @@ def state_of(step: int) -> PolicyState:
     )
 
 
-def save_for_ever(root: str, fault: str, acknowledged: Connection) -> None:
+def save_until_killed(root: str, fault: str, acknowledged: Connection) -> None:
     """Saves step 1, 2, 3 …, and reports each one only after `save` has returned."""
     os.environ["UNDERSTUDY_FAULT"] = fault
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Real replica processes that are killed, stopped, wedged, all taken down, or made to lie.
+"""Teacher pools of real replica processes that are killed, suspended, wedged, all down, or send wrong replies ("lies").
 
-The oracle is a scorer in this process: every request must come back once, with exactly its scores. A few trials
-run always; many more, with other seeds, under `-m faults`.
+The reference is a scorer in this process: every request must be answered once, with exactly the reference's scores.
+A few trials always run; many more, with other seeds, run under `-m faults`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ OPTIONS = PoolOptions(
 
 @dataclass
 class Trial:
-    """A pool of real replicas under a stream of requests, and what happened to it."""
+    """A pool of real replicas under a stream of requests, with its replies and events."""
 
     fork_server: ReplicaForkServer
     model: Path
@@ -54,7 +54,7 @@ class Trial:
     names: tuple[str, ...] = ("a", "b", "c")
     lies: dict[str, tuple[str, float, int]] = field(default_factory=dict)
     requests: int = 40
-    """At least; the stream goes on until the mischief is over."""
+    """The least number of requests; the stream continues until the disturbance is over."""
     options: PoolOptions = OPTIONS
     events: list[PoolEvent] = field(default_factory=list)
 
@@ -76,16 +76,16 @@ class Trial:
     def batch(self, number: int) -> list[ScoreItem]:
         return random_items(4, 1000 * self.seed + number, Signal.TOPK, 4)
 
-    async def ask(self, trouble: asyncio.Task[None]) -> None:
-        while self.asked < self.requests or not trouble.done():
+    async def ask(self, disturbance: asyncio.Task[None]) -> None:
+        while self.asked < self.requests or not disturbance.done():
             number, self.asked = self.asked, self.asked + 1
             self.returned[number] = await self.pool.score(self.batch(number))
 
     def check(self) -> None:
-        """Every request came back once, with exactly its scores."""
+        """Every request was answered once, with exactly the scores of a scorer in this process."""
         assert sorted(self.returned) == list(range(self.asked)), f"seed {self.seed}: requests lost"
         oracle = Scorer("math", load_frozen(str(self.model)))
-        canary = self.pool._canary  # part of every request, and of what its floating point depends on
+        canary = self.pool._canary  # part of every request; the last digits of scores depend on it
         assert canary is not None
         for number, scores in self.returned.items():
             right_scores = oracle.score(request_of(canary.with_items(self.batch(number)))).split()[:-1]
@@ -107,20 +107,20 @@ class Trial:
             assert time.monotonic() < limit, f"seed {self.seed}: not within {seconds} s; {self.events[-5:]}"
             await asyncio.sleep(0.02)
 
-    def run(self, mischief: Callable[["Trial"], Coroutine[None, None, None]]) -> None:
-        """Stream requests, eight at a time, while `mischief` happens; then account for every row."""
+    def run(self, disturb: Callable[["Trial"], Coroutine[None, None, None]]) -> None:
+        """Streams requests, eight at a time, while `disturb` runs; then checks every reply."""
 
-        async def all_of_it() -> None:
+        async def disturb_and_stream() -> None:
             await self.pool.start()
             try:
-                trouble = asyncio.create_task(mischief(self))
-                stream = [self.ask(trouble) for _ in range(8)]
-                await asyncio.wait_for(asyncio.gather(trouble, *stream), 120)
+                disturbance = asyncio.create_task(disturb(self))
+                stream = [self.ask(disturbance) for _ in range(8)]
+                await asyncio.wait_for(asyncio.gather(disturbance, *stream), 120)
             finally:
                 await self.pool.close()
             assert not any(child.alive() for child in self.launcher.every), "a replica outlived its pool"
 
-        asyncio.run(all_of_it())
+        asyncio.run(disturb_and_stream())
         self.check()
 
 
@@ -130,7 +130,9 @@ def trials(few: int, many: int) -> list[object]:
 
 
 @pytest.mark.parametrize("seed", trials(2, 24))
-def test_kill_9_of_one_replica_costs_no_row(seed: int, fork_server: ReplicaForkServer, model: Path) -> None:
+def test_no_row_is_lost_when_replicas_are_killed(
+    seed: int, fork_server: ReplicaForkServer, model: Path
+) -> None:
     async def kill_at_random_moments(trial: Trial) -> None:
         for _ in range(2):
             await asyncio.sleep(trial.rng.uniform(0.0, 0.4))
@@ -146,10 +148,10 @@ def test_kill_9_of_one_replica_costs_no_row(seed: int, fork_server: ReplicaForkS
 
 
 @pytest.mark.parametrize("seed", trials(1, 20))
-def test_a_stopped_replica_is_ejected_within_two_deadlines(
+def test_a_suspended_replica_is_ejected_within_two_deadlines(
     seed: int, fork_server: ReplicaForkServer, model: Path
 ) -> None:
-    """SIGSTOP: the process exists, its port accepts, nothing ever comes back."""
+    """After SIGSTOP the process exists and its port accepts connections, but no reply comes."""
 
     async def stop_one(trial: Trial) -> None:
         await asyncio.sleep(trial.rng.uniform(0.0, 0.2))
@@ -164,13 +166,13 @@ def test_a_stopped_replica_is_ejected_within_two_deadlines(
 
 
 @pytest.mark.parametrize("seed", trials(1, 20))
-def test_a_wedged_replica_whose_health_answers_is_ejected(
+def test_a_replica_whose_scoring_hangs_while_health_answers_is_ejected(
     seed: int, fork_server: ReplicaForkServer, model: Path
 ) -> None:
-    """Its event loop lives and /health says ok; only scoring hangs, from the seeded request on."""
+    """Its event loop runs and /health answers ok; only scoring hangs, from a seeded request on."""
     wedged_after = 3 + seed % 7
 
-    async def watch(trial: Trial) -> None:
+    async def wait_for_ejection_and_recovery(trial: Trial) -> None:
         wedged = trial.launcher.children["b"]
         await trial.until(lambda: bool(trial.events_of(EventKind.EJECTED, "b")), 20)
         assert wedged.alive()
@@ -178,17 +180,17 @@ def test_a_wedged_replica_whose_health_answers_is_ejected(
         await trial.until(lambda: trial.replica_state("b") is State.HEALTHY, 30)
 
     trial = Trial(fork_server, model, seed, lies={"b": ("wedged", 1.0, wedged_after)})
-    trial.run(watch)
+    trial.run(wait_for_ejection_and_recovery)
     assert "no answer" in trial.events_of(EventKind.RETRIED, "b")[0].message
 
 
 @pytest.mark.parametrize(
     ("seed", "seconds"), [(0, 1.5), *(pytest.param(s, 10.0, marks=pytest.mark.faults) for s in range(1, 21))]
 )
-def test_all_replicas_down_pauses_the_run_and_says_so(
+def test_the_pool_pauses_while_all_replicas_are_down_and_then_resumes(
     seed: int, seconds: float, fork_server: ReplicaForkServer, model: Path
 ) -> None:
-    async def lights_out(trial: Trial) -> None:
+    async def kill_all_replicas(trial: Trial) -> None:
         await asyncio.sleep(trial.rng.uniform(0.0, 0.3))
         trial.launcher.down = True
         for child in trial.launcher.children.values():
@@ -198,57 +200,61 @@ def test_all_replicas_down_pauses_the_run_and_says_so(
         trial.launcher.down = False
 
     trial = Trial(fork_server, model, seed)
-    trial.run(lights_out)
+    trial.run(kill_all_replicas)
     assert len(trial.events_of(EventKind.PAUSED)) == len(trial.events_of(EventKind.RESUMED)) == 1
     assert "nothing is dropped" in trial.events_of(EventKind.PAUSED)[0].message
     assert trial.pool.metrics().paused_seconds >= seconds - 0.5
 
 
-async def nothing_more(trial: Trial) -> None:
+async def no_disturbance(trial: Trial) -> None:
     return None
 
 
-def assert_caught(trial: Trial, lies: list[str]) -> None:
-    """Every lie told was caught, in order or not, and named with who and where."""
+def assert_wrong_replies_were_caught(trial: Trial, lies: list[str]) -> None:
+    """Every wrong reply was caught; messages name teacher and replica, and row and position if the kind allows it."""
     caught = trial.events_of(EventKind.RETRIED, "b")
     assert lies and len(caught) == len(lies)
     for event in caught:
         assert event.message.startswith("teacher math, replica b")
-    unplaced = {"null", "json_null", "cut", "short", "other_rows", "shifted_scores"}
-    placed = [event for event in caught if "row 'row-" in event.message and "position " in event.message]
-    assert len(placed) >= sum(lie not in unplaced for lie in lies)
+    without_position = {"null", "json_null", "cut", "short", "other_rows", "shifted_scores"}
+    with_position = [
+        event for event in caught if "row 'row-" in event.message and "position " in event.message
+    ]
+    assert len(with_position) >= sum(lie not in without_position for lie in lies)
 
 
-def test_no_kind_of_lie_reaches_the_loss(fork_server: ReplicaForkServer, model: Path) -> None:
-    """A lone replica tells every kind of lie in turn and is kept on purpose, so that it can tell them all."""
+def test_every_kind_of_wrong_reply_is_caught(fork_server: ReplicaForkServer, model: Path) -> None:
+    """A single replica sends every kind of wrong reply in turn; health rules keep it, so that it can send them all."""
     tolerant = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
     options = replace(
         OPTIONS, max_bad_attempts=10**6, supervisor=replace(OPTIONS.supervisor, health=tolerant)
     )
 
-    async def until_all_lies_are_told(trial: Trial) -> None:
+    async def wait_for_every_kind_of_wrong_reply(trial: Trial) -> None:
         liar = trial.launcher.children["b"]
         await trial.until(lambda: set(liar.lies) == set(LIES), 60)
 
     trial = Trial(fork_server, model, 0, names=("b",), lies={"b": ("every", 0.7, 0)}, options=options)
-    trial.run(until_all_lies_are_told)
-    assert_caught(trial, trial.launcher.every[0].lies)
+    trial.run(wait_for_every_kind_of_wrong_reply)
+    assert_wrong_replies_were_caught(trial, trial.launcher.every[0].lies)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_no_lie_reaches_the_loss(lie: str, seed: int, fork_server: ReplicaForkServer, model: Path) -> None:
-    """One replica of two lies now and then, is ejected for it, restarted, and lies again."""
+def test_each_kind_of_wrong_reply_is_caught_with_many_seeds(
+    lie: str, seed: int, fork_server: ReplicaForkServer, model: Path
+) -> None:
+    """One of two replicas sends wrong replies now and then, is ejected for it, restarted, and does it again."""
     trial = Trial(fork_server, model, seed, names=("a", "b"), lies={"b": (lie, 0.3, seed)})
-    trial.run(nothing_more)
-    assert_caught(trial, [one for child in trial.launcher.every for one in child.lies])
+    trial.run(no_disturbance)
+    assert_wrong_replies_were_caught(trial, [one for child in trial.launcher.every for one in child.lies])
 
 
-def test_when_every_replica_lies_the_error_reaches_the_caller(
+def test_the_caller_gets_an_error_when_every_replica_sends_wrong_replies(
     fork_server: ReplicaForkServer, model: Path
 ) -> None:
-    """Nothing is made up: the row fails with who, what and where, and its owner decides."""
+    """No scores are made up: the request fails with an error that names teacher, replica, row and position."""
 
     async def run() -> None:
         trial = Trial(

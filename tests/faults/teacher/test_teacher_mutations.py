@@ -1,4 +1,4 @@
-"""The fault tests can fail: each protection is taken out of a copy of the package, and its test must go red.
+"""Mutations of the teacher's protections: each is removed in a copy of the package, and a test of it must fail.
 
 A mutation names the text it replaces; when the code moves on, the mutation fails loudly and is rewritten with it.
 """
@@ -6,7 +6,7 @@ A mutation names the text it replaces; when the code moves on, the mutation fail
 from pathlib import Path
 
 import pytest
-from mutations import Mutation, check_goes_red
+from mutations import Mutation, assert_test_fails
 
 FAULTS = "faults/teacher/test_teacher_faults.py"
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -17,19 +17,19 @@ MUTATIONS = {
         "teacher/pool/pool.py",
         "        self._totals.retries += 1\n",
         "        raise error\n",
-        f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
+        f"{FAULTS}::test_no_row_is_lost_when_replicas_are_killed[0]",
     ),
     "no restart": Mutation(
         "teacher/pool/supervisor.py",
         "                await self._restart(replica)\n",
         "                replica.health.retire()\n",
-        f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
+        f"{FAULTS}::test_no_row_is_lost_when_replicas_are_killed[0]",
     ),
     "no deadline": Mutation(
         "serving/client.py",
         "scope.reschedule(asyncio.get_running_loop().time() + seconds)",
         "scope.reschedule(asyncio.get_running_loop().time() + 3600)",
-        f"{FAULTS}::test_a_stopped_replica_is_ejected_within_two_deadlines[0]",
+        f"{FAULTS}::test_a_suspended_replica_is_ejected_within_two_deadlines[0]",
     ),
     "health by /health": Mutation(
         "teacher/pool/supervisor.py",
@@ -37,26 +37,26 @@ MUTATIONS = {
         "    async def _probe(self, replica: Replica) -> None:\n"
         "        assert replica.client is not None and await replica.client.health()\n"
         "        return\n",
-        f"{FAULTS}::test_a_wedged_replica_whose_health_answers_is_ejected[0]",
+        f"{FAULTS}::test_a_replica_whose_scoring_hangs_while_health_answers_is_ejected[0]",
         also=("teacher/pool/health.py", "self.streak >= self.rules.eject_after", "False"),
     ),
     "give up when no replica is left": Mutation(
         "teacher/pool/pool.py",
         "            self._pause()\n        pause =",
         "            self._pause()\n            raise TeacherUnavailable('nobody left')\n        pause =",
-        f"{FAULTS}::test_all_replicas_down_pauses_the_run_and_says_so[0-1.5]",
+        f"{FAULTS}::test_the_pool_pauses_while_all_replicas_are_down_and_then_resumes[0-1.5]",
     ),
     "no validation": Mutation(
         "teacher/clients/native.py",
         "        check_reply(request, reply, sender)\n",
         "",
-        f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
+        f"{FAULTS}::test_every_kind_of_wrong_reply_is_caught",
     ),
     "candidates are not checked": Mutation(
         "teacher/clients/validate.py",
         "    if any(request.k_N):\n",
         "    if False:\n",
-        f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
+        f"{FAULTS}::test_every_kind_of_wrong_reply_is_caught",
     ),
     "no canary": Mutation(
         "teacher/pool/pool.py",
@@ -110,5 +110,5 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_without_its_protection_a_test_goes_red(name: str, tmp_path: Path) -> None:
-    check_goes_red(name, MUTATIONS[name], tmp_path)
+def test_a_test_fails_when_the_protection_it_covers_is_removed(name: str, tmp_path: Path) -> None:
+    assert_test_fails(name, MUTATIONS[name], tmp_path)

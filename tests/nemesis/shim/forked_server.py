@@ -45,10 +45,10 @@ def install() -> None:
         _serve(theirs)
         raise SystemExit
     theirs.close()
-    fresh = fork_server._begin
+    fresh = fork_server.begin
 
     def begin(descriptor, modules, environment):
-        fork_server._begin = fresh
+        fork_server.begin = fresh
         try:
             socket.send_fds(ours, [json.dumps([list(modules), dict(environment)]).encode()], [descriptor])
         except OSError:  # it was killed
@@ -57,7 +57,7 @@ def install() -> None:
             ours.close()
         return _Process(pid)
 
-    fork_server._begin = begin
+    fork_server.begin = begin
 
 
 def _serve(line: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A disk that can be told to fail, and whose power can be cut: what no `fsync` covered is then gone."""
+"""A simulated disk that can fail, and whose power can be cut: then all that no `fsync` covered is lost."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Disk:
 
 
 def _here(journal: Journal, work: Any, deliver: Any) -> None:
-    """The journal thread's work, done on the loop."""
+    """Runs the journal thread's work on the event loop."""
     journal._in_thread += 1
     result, error = None, None
     try:

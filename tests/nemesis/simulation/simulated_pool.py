@@ -2,9 +2,10 @@
 
 One seed draws replicas, requests, publishes of new weights and faults: processes that die or cannot start, replicas
 that hang, fail, send bad replies, shift their scores by one position, hold other weights or weights of an older
-version. The time of day is set anew now and then, and some trainers are frozen: then time passes and nothing happens. When the faults are over, every request must have ended within `LONGEST` seconds, with the scores of the right
-weights, in order. An error is right only after as many bad replies as the options allow. The checks are at the end of
-the file and in `Watched`.
+version. The time of day is changed now and then, and some trainers are frozen: then time passes and nothing happens.
+After the last fault, every request must end within `LONGEST` seconds, with the scores of the right weights, in order.
+An error is right only after as many bad replies as the options allow. The checks are at the end of the file and in
+`Watched`.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class World:
             self.clocks.set_by += self.outside.choice((-1e6, -3600.0, -5.0, 5.0, 3600.0, 1e6))
 
     async def freeze_trainer(self) -> None:
-        """Three times, for up to longer than every deadline."""
+        """Freezes the trainer three times, sometimes for longer than every deadline."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         for _ in range(3):
@@ -286,7 +287,7 @@ class World:
         self.publishing = False
 
     async def deliver(self, names: Sequence[str]) -> Mapping[str, str]:
-        """Some replicas do not take the weights; one of them in two does not say so."""
+        """Some replicas do not take the weights; half of those do not report it."""
         lost = {}
         for name in names:
             await asyncio.sleep(self.chance.uniform(0, 1))
@@ -300,7 +301,7 @@ class World:
                 process.mode = ""
         return lost
 
-    # ---- what may not happen
+    # ---- checks
 
     def state(self, name: str) -> State:
         return self.pool._supervisor.replicas[name].health.state
@@ -313,7 +314,7 @@ class World:
         return next((name for name, replica in replicas.items() if replica.health is health), None)
 
     def watched(self) -> type[ReplicaHealth]:
-        """`ReplicaHealth` that reports changes of state which the drawing does not have."""
+        """A `ReplicaHealth` that reports changes of state which `EDGES` does not have."""
         world = self
 
         class Watched(ReplicaHealth):
@@ -334,7 +335,7 @@ class World:
 
 
 def judge(seed: int, requests: int = 60) -> tuple[list[str], int]:
-    """What is wrong with the pool of this seed, and how many steps it took: requests, replies, faults, changes of state."""
+    """The problems of this seed's pool, and its number of steps: requests, replies, faults, changes of state."""
     world = World(seed, requests)
     watched = mock.patch.object(supervisor, "ReplicaHealth", world.watched())
     with watched, mock.patch.object(clock, "time", world.clocks):

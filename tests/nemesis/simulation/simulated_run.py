@@ -173,7 +173,7 @@ class Launch:
         self.number = run.launches
 
     async def go(self) -> None:
-        self.check_kept_word(await self.plane.list(TRAIN))
+        self.check_acknowledged_rows(await self.plane.list(TRAIN))
         checkpoint, windows = self.run.checkpoint, self.windows
         await self.plane.rewind(checkpoint.step, keep_rows=self.plan.keep_rows)
         await self.learn_rows()
@@ -192,7 +192,7 @@ class Launch:
             for task in beside:
                 task.cancel()
 
-    def check_kept_word(self, rows: Any) -> None:
+    def check_acknowledged_rows(self, rows: Any) -> None:
         for key, columns in self.run.acknowledged.items():
             if key in self.run.leaving:
                 continue
@@ -262,7 +262,7 @@ class Launch:
                 await self.put(key, None, tokens=value_of(key, "tokens"), version=version)
             await self.pause(1.0)
             if self.is_bad(key):
-                await self.bury(key)
+                await self.make_dead_letter(key)
             elif "score" not in columns:
                 await self.put(key, None, score=value_of(key, "score"))
         except LeaseLost:
@@ -277,7 +277,7 @@ class Launch:
         odd = int(split_key(key)[0][-7:]) % 2
         return bool(odd) and zlib.crc32(f"{self.run.seed} {key}".encode()) % 1000 < 1000 * self.plan.bad
 
-    async def bury(self, key: str) -> None:
+    async def make_dead_letter(self, key: str) -> None:
         self.run.operations += 1
         group = {key}
         if self.plan.policy is GroupPolicy.DROP_GROUP:
@@ -289,7 +289,7 @@ class Launch:
                 self.finished[other].set()
 
     async def work(self) -> None:
-        """A worker in another process: it makes rows under leases, and may stand still for longer than they last."""
+        """A worker in another process: it makes rows under leases, and may stall for longer than they last."""
         while True:
             lease = await self.plane.claim(
                 TRAIN, self.chance.randint(self.plan.sessions, 5), at_least=1, status=RowStatus.PENDING,
@@ -303,7 +303,7 @@ class Launch:
             for key in lease.meta.keys:
                 try:
                     if self.is_bad(key):
-                        await self.bury(key)
+                        await self.make_dead_letter(key)
                         continue
                     cells = {name: value_of(key, name) for name in FIELDS}
                     await self.put(key, lease, **cells, version=version)
@@ -390,7 +390,7 @@ def value_of(key: str, name: str) -> int:
 
 
 def judge(seed: int, folder: Path) -> tuple[list[str], int]:
-    """What is wrong with the run of this seed, and how many operations it made."""
+    """The problems of this seed's run, and its number of operations."""
     run = SimulatedRun(seed, folder)
     found = run.carry_out()
     undisturbed = SimulatedRun(seed, folder, disturbed=False)

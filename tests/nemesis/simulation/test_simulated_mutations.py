@@ -1,56 +1,56 @@
-"""Bugs planted in the parts that are simulated: the simulation finds each within `STEPS` steps, in seconds."""
+"""Bugs planted in the simulated parts of the package: the simulation finds each within `STEPS` steps, in seconds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from planted import PACKAGE, Bug, one, planted_files, seeds_until_found
+from planted import PACKAGE, Bug, planted_files, seeds_until_found, single_edit
 
 SIMULATE = Path(__file__).with_name("simulate.py")
 STEPS = {"run": 20_000, "pool": 20_000, "health": 10_000, "slots": 10_000}
 STORE, POOL = "dataplane/memory/store.py", "teacher/pool/pool.py"
 HEALTH = "teacher/pool/health.py"
 WALL_CLOCK = "__import__('understudy.teacher.pool.clock', fromlist=['time']).time.time()"
-"""The one that the simulation sets anew."""
+"""The clock of the time of day, which the simulation changes."""
 BUGS = {
-    "a row is acknowledged before it is written": one(
+    "a row is acknowledged before it is written": single_edit(
         "run", "dataplane/memory/intake.py",
         "        self._write(part, frames, given, status, room)\n        await store.journal.durable()\n",
         "        self._write(part, frames, given, status, room)\n        store.journal.durable()\n",
     ),
-    "a lease that ends is never returned": one(
+    "a lease that ends is never returned": single_edit(
         "run", STORE, "            for row in list(held.rows.values()):\n                self.give_back(row)\n", "            pass\n",
     ),
-    "the flush of the journal is lost": one("run", "dataplane/journal/writer.py", "os.fsync(handle)", "pass"),
-    "the wrong row is buried": one(
+    "the flush of the journal is lost": single_edit("run", "dataplane/journal/writer.py", "os.fsync(handle)", "pass"),
+    "the wrong row is buried": single_edit(
         "run", "dataplane/embedded.py",
         "        row = self._store.row(part, key)\n        group = row.group\n",
         "        row = part.rows[min(part.rows)]\n        group = row.group\n",
     ),
-    "a settled key is issued again": one(
+    "a settled key is issued again": single_edit(
         "run", "dataplane/memory/intake.py", " and key not in part.settled]", "]",
     ),
-    "a rewind leaves rows marked as trained in the ledger": one(
+    "a rewind leaves rows marked as trained in the ledger": single_edit(
         "run", "dataplane/journal/rewind.py", 'connection.execute(_UNTRAIN, {"step": step})', "pass",
     ),
-    "a rewind does not bring rows back": one(
+    "a rewind does not bring rows back": single_edit(
         "run", "dataplane/journal/rewind.py", 'connection.execute(_REVIVE, {"step": step})', "pass",
     ),
-    "a rewind leaves the events of forgotten rows": one(
+    "a rewind leaves the events of forgotten rows": single_edit(
         "run", "dataplane/journal/rewind.py", "connection.execute(_FORGET_EVENTS)", "pass",
     ),
-    "a checkpoint holds the place of the newest prompt": one(
+    "a checkpoint holds the place of the newest prompt": single_edit(
         "run", "trainers/pacing/window_cursor.py",
         "return self._starts.get(self._trained) or self._place()", "return self._place()",
     ),
-    "a dead letter is in the journal alone": one(
+    "a dead letter is in the journal alone": single_edit(
         "run", "dataplane/dead_letters.py", "out.writelines(self._unwritten)", "pass",
     ),
-    "a publish waits for no row": one(
+    "a publish waits for no row": single_edit(
         "pool", "trainers/pacing/publish_gate.py", "        await self._empty.wait()\n", "        pass\n",
     ),
-    "a reply is off by one row": one(
+    "a reply is off by one row": single_edit(
         "pool", POOL, "[one.by(replica.name) for one in scores]", "[one.by(replica.name) for one in [*scores[1:], *scores[:1]]]",
     ),
     "a teacher with older weights is accepted": Bug(
@@ -71,7 +71,7 @@ BUGS = {
             ("teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
         ),
     ),
-    "shifted scores are accepted": one("pool", "teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
+    "shifted scores are accepted": single_edit("pool", "teacher/pool/canary.py", "        if wrong_P.any():\n", "        if False:\n"),
     "an ejected replica is asked": Bug(
         "pool",
         (
@@ -80,18 +80,18 @@ BUGS = {
             ("teacher/pool/pool.py", "if not replica.health.usable:", "if False:"),
         ),
     ),
-    "a replica comes back without its probe": one(
+    "a replica comes back without its probe": single_edit(
         "pool", "teacher/pool/supervisor.py",
         "        replica.health.started()\n        try:\n            await self._probe(replica)\n",
         "        replica.health.started()\n        try:\n            pass\n",
     ),
-    "the load of a request is never taken off": one(
+    "the load of a request is never taken off": single_edit(
         "pool", POOL, "            replica.load.end(tokens)\n", "            pass\n",
     ),
-    "a request waits for a replica that never changes": one(
+    "a request waits for a replica that never changes": single_edit(
         "pool", POOL, "        attempts.tried.clear()\n", "        pass\n",
     ),
-    "a second deadline around each request fails it, if the trainer was frozen": one(
+    "a second deadline around each request fails it, if the trainer was frozen": single_edit(
         "pool", POOL, "                scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
         "                async with asyncio.timeout(1.5 * self._deadline(replica, attempts)):\n"
         "                    scores = await self._checked(replica, items, self._deadline(replica, attempts))\n",
@@ -103,18 +103,18 @@ BUGS = {
             (HEALTH, "self.retry_at = now + (", f"self.retry_at = {WALL_CLOCK} + ("),
         ),
     ),
-    "a request is sent to a replica that was ejected while the request waited": one(
+    "a request is sent to a replica that was ejected while the request waited": single_edit(
         "pool", POOL, "if not replica.health.usable:", "if False:",
     ),
-    "backoffs do not grow": one(
+    "backoffs do not grow": single_edit(
         "health", "teacher/pool/health.py", "self.rules.restarts.wait_before(self.setbacks)", "self.rules.restarts.wait_before(1)",
     ),
-    "a success excuses bad replies": one(
+    "a success excuses bad replies": single_edit(
         "health", "teacher/pool/health.py",
         "        self.streak = 0\n        self.state = State.HEALTHY\n",
         "        self.streak = self.bad_replies = 0\n        self.state = State.HEALTHY\n",
     ),
-    "one window too many is admitted": one(
+    "one window too many is admitted": single_edit(
         "slots", "planning/windows.py",
         "min(published * self.size + slots, self.prompts)", "min((published + 1) * self.size + slots, self.prompts)",
     ),

@@ -15,31 +15,31 @@ STEPS = {"run": 3000, "pool": 4000, "health": 40_000, "slots": 10_000}
 
 
 @pytest.mark.parametrize("part", STEPS)
-def test_no_order_of_faults_breaks_a_promise(part: str, tmp_path: Path) -> None:
+def test_simulated_faults_cause_no_violations(part: str, tmp_path: Path) -> None:
     problems, _, seeds = until(parts(tmp_path)[part], STEPS[part])
     assert problems == [], f"seed {seeds - 1}"
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", STEPS)
-def test_no_order_of_faults_breaks_a_promise_in_many_steps(part: str, tmp_path: Path) -> None:
+def test_simulated_faults_cause_no_violations_in_many_steps(part: str, tmp_path: Path) -> None:
     problems, _, seeds = until(parts(tmp_path)[part], 100 * STEPS[part], first=1000)
     assert problems == [], f"seed {1000 + seeds - 1}"
 
 
-def test_one_seed_gives_one_history(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_history(tmp_path: Path) -> None:
     plan = next(seed for seed in range(100) if simulated_run.SimulatedRun(seed, tmp_path).plan.workers)
     histories = [simulated_run.SimulatedRun(plan, tmp_path / "plane").carry_out() for _ in range(2)]
     assert histories[0] == histories[1] and histories[0].events
     assert simulated_pool.judge(3) == simulated_pool.judge(3)
 
 
-def test_virtual_time_passes_at_once_and_tells_a_program_that_waits_for_ever() -> None:
-    async def story() -> float:
+def test_virtual_time_passes_without_waiting_and_a_stalled_program_raises() -> None:
+    async def sleep_for_hours() -> float:
         await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(7200))
         return asyncio.get_running_loop().time()
 
-    assert run(story()) == pytest.approx(7200)
+    assert run(sleep_for_hours()) == pytest.approx(7200)
     with pytest.raises(Stalled, match=r"at 5\.00 s"):
         run(_stall())
 

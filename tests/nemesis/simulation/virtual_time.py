@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when no task can go on: hours of waiting take no time, and one seed gives one order."""
+"""An event loop whose time passes only when no task can continue: waiting takes no time, and a seed fixes the order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs it here and now: a thread would make the order depend on the machine."""
+        """Runs the function at once on this thread: another thread would make the order depend on the machine."""
         future = self.create_future()
         try:
             future.set_result(func(*arguments))
@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def abandon(self) -> None:
-        """Ends every task, as far as they let themselves be ended, and closes the loop."""
+        """Cancels every task, again and again if needed, and closes the loop."""
         for _ in range(_LAST_TURNS):
             for task in (tasks := asyncio.all_tasks(self)):
                 task.cancel()
@@ -59,7 +59,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class SystemClocks:
-    """Stands in for the module `time`: one clock is the running loop's, the other is set anew now and then."""
+    """A replacement of the module `time`: the monotonic clock is the running loop's, the time of day can be changed."""
 
     def __init__(self) -> None:
         self.set_by = 0.0

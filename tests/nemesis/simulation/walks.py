@@ -1,4 +1,4 @@
-"""Random walks of the parts that need no event loop, each beside a second account of what it should do."""
+"""Random walks of the parts that need no event loop, each compared with a second implementation of its rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENTS = (
 
 
 def health(seed: int, steps: int = 2000) -> tuple[list[str], int]:
-    """Any order of events, against failures counted here."""
+    """Calls `ReplicaHealth` with events in random order and compares it with failures counted here."""
     chance, now, problems = random.Random(seed), 0.0, list[str]()
     one = ReplicaHealth(RULES)
     streak = bad = setbacks = 0
@@ -63,7 +63,8 @@ def health(seed: int, steps: int = 2000) -> tuple[list[str], int]:
 
 
 def slots(seed: int) -> tuple[list[str], int]:
-    """Admission and training race, the ceiling moves, launches end between any two moves; no row is older than the bound."""
+    """Admission and training take turns at random, the ceiling changes, launches end at any time; no row may exceed the
+    staleness bound."""
     chance = random.Random(seed)
     windows = Windows(
         chance.randint(1, 7),

@@ -65,7 +65,7 @@ class Soak:
     launches: list[Launch] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     missed: int = 0
-    """Moments at which the process that was to be hit was not there."""
+    """How often the process to be hit did not exist."""
     memory: dict[str, float] = field(default_factory=dict)
     """Largest resident memory seen of each role, in MB."""
     gave_up: bool = False
@@ -122,7 +122,7 @@ class Soak:
             time.sleep(0.2)
             self.injector.undo()
             now, step = time.monotonic(), last_step(self.run)
-            before = min(before, step)  # a resume cuts the steps off that it makes again
+            before = min(before, step)  # a resume removes the metrics of steps that it repeats
             if step != seen:
                 progress, seen = now, step
             if now >= self.until:
@@ -136,7 +136,7 @@ class Soak:
                 self.missed += fault is not None
                 self._next += self.every * (1 + (now - self._next) // self.every)
                 self._look(trainer)
-                # Kills of a launch that has saved nothing yet are rare, so that the run goes on.
+                # A launch that has saved nothing yet is seldom killed, so that the run makes progress.
                 saved = _newest_checkpoint(self.run) != newest or self.chance.random() < 0.1
                 fault = self.draw(may_end=saved)
             if fault is not None and (how := self.injector.inject(fault, trainer)) is not None:

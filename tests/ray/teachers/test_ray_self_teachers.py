@@ -1,4 +1,5 @@
-"""Teachers that follow the student, with replicas on other nodes: bits, a replica lost during a publish, both modes, a killed trainer."""
+"""Teachers that follow the student, with replicas on other nodes: bits, replicas lost at a publish, a killed
+trainer."""
 
 import asyncio
 import os
@@ -28,7 +29,7 @@ VERSIONS: dict[str, tuple[str | int, str | int]] = {
     "lagging": (1, 2),
     "lora": ("live", 1),
 }
-"""What the teachers of sums and of sorting hold. Each kind of run is compared with a local one."""
+"""Versions of the teachers for sums and for sorting. Each kind of run is compared with a local one."""
 
 
 def recipe(
@@ -55,7 +56,8 @@ def recipe(
 
 
 def on_nodes(cluster: Any, kind: str = "live-and-ema") -> dict[str, Any]:
-    """With the head's one CPU there is room for the three replicas and an engine process, and no more."""
+    """Adds nodes so that, with the head's one CPU, there is just enough room for three replicas and an engine
+    process."""
     for _ in range(3 if kind == "lora" else 2):
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
     return {"cluster": {"backend": "ray", "address": cluster.address}}
@@ -67,13 +69,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def local(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def local_bits(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return bits(understudy.train(recipe(tmp_path_factory.mktemp("local"), kind), progress=False).dir, 4)
 
 
 @pytest.fixture
-def hit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], list[str]]:
-    """Stops a replica on another node before the second publish, calls `then` with its pid, and notes the trainer's addresses."""
+def disturb_publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], list[str]]:
+    """Suspends a replica on another node before the second publish, calls `then` with its pid, and records
+    addresses."""
 
     def plant(then: Callable[[int], Any]) -> list[str]:
         addresses: list[str] = []
@@ -109,39 +112,43 @@ def hit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], lis
 
 
 @HEAD
-def test_a_replica_killed_while_it_takes_weights_costs_no_row_and_no_bit(
-    cluster: Any, tmp_path: Path, hit: Any, kind: str, local: Any
+def test_a_remote_replica_killed_while_it_receives_weights_changes_no_bit(
+    cluster: Any, tmp_path: Path, disturb_publish: Any, kind: str, local_bits: Any
 ) -> None:
-    addresses = hit(lambda pid: os.kill(pid, signal.SIGKILL))
+    addresses = disturb_publish(lambda pid: os.kill(pid, signal.SIGKILL))
     table = recipe(tmp_path / "run", kind, **on_nodes(cluster, kind))
     run = understudy.train(table, progress=False, on_step=until_back(3))
     log = (run.dir / "logs" / "trainer.log").read_text()
 
-    assert bits(run.dir, 4) == local
+    assert bits(run.dir, 4) == local_bits
     newest = [line["rollout/teacher_version/max"] for line in lines(run.dir)]
     assert newest == ([0, 0, 1, 2] if kind == "lagging" else [0, 1, 2, 3])
     assert "ejected" in log and not any("127.0.0" in one for one in addresses)
-    # Ray chooses which of the replicas sits beside the trainer.
+    # Ray chooses which of the replicas is beside the trainer.
     assert re.search(r"version 1: (\d) of \1 remote replicas of teacher add have them", log)
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (32, 0)
 
 
 @HEAD
-def test_a_killed_trainer_resumes_on_the_cluster(cluster: Any, tmp_path: Path, kind: str, local: Any) -> None:
-    """From the checkpoint of step 3, so that lagging teachers need weights that only `teacher_weights` has."""
+def test_a_killed_trainer_resumes_with_remote_self_teachers_to_the_same_bits(
+    cluster: Any, tmp_path: Path, kind: str, local_bits: Any
+) -> None:
+    """It resumes from the checkpoint of step 3: lagging teachers need weights that only `teacher_weights` has."""
     run = killed_and_resumed(recipe(tmp_path / "run", kind, **on_nodes(cluster, kind)), step=4)
-    assert bits(run, 4) == local
+    assert bits(run, 4) == local_bits
 
 
 @HEAD
 @pytest.mark.parametrize("end", ["its-node-is-lost", "it-hangs"])
-def test_in_a_fully_async_run_a_replica_is_back(cluster: Any, tmp_path: Path, hit: Any, end: str) -> None:
-    """It is stopped while it takes weights, and then its node is removed, or it stays as it is."""
+def test_a_replica_that_is_lost_or_hangs_at_a_publish_restarts_in_a_fully_async_run(
+    cluster: Any, tmp_path: Path, disturb_publish: Any, end: str
+) -> None:
+    """The replica is suspended while it receives weights; then its node is removed, or it stays suspended."""
     placed = on_nodes(cluster)
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
     node = LostNode(cluster)
-    hit(node.lose if end == "its-node-is-lost" else lambda pid: None)
+    disturb_publish(node.lose if end == "its-node-is-lost" else lambda pid: None)
     trainer = {"mode": "fully_async", "max_staleness": 1.0}
     table = recipe(tmp_path / "run", steps=12, trainer=trainer, run={"determinism": "fast"}, **placed)
     run = understudy.train(table, progress=False, on_step=until_back(8))

@@ -31,7 +31,7 @@ MANIFEST = Manifest(
 
 
 class Replica:
-    """A client and its launcher: one replica that has the weights it was sent last."""
+    """Client and launcher of one replica, whose version is the last one it was sent."""
 
     version = -1
 
@@ -63,9 +63,11 @@ class Replica:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_after_a_publish_that_did_not_end_rows_wait_and_the_step_can_be_saved(cancelled: bool) -> None:
-    """Rows used to go on without a teacher, so that each became a dead letter, and the manifests of the checkpoint were
-    gone. A publish is cancelled when a stopping run cannot wait for it."""
+def test_rows_wait_and_manifests_remain_after_a_publish_to_a_self_teacher_failed_or_was_cancelled(
+    cancelled: bool,
+) -> None:
+    """Before, rows continued without a teacher, so that each became a dead letter, and the manifests for the checkpoint
+    were lost. A stopping run cancels a publish that it cannot wait for."""
     replica, under_way = Replica(), asyncio.Event()
 
     class Following:
@@ -96,7 +98,7 @@ def test_after_a_publish_that_did_not_end_rows_wait_and_the_step_can_be_saved(ca
         await asyncio.wait({publish})
         assert publish.cancelled() or isinstance(publish.exception(), EngineError)
         await asyncio.wait({row}, timeout=0.05)
-        assert not row.done(), "the next launch scores it"
+        assert not row.done(), "the row waits for the next launch"
         assert pool.manifest.version == 0
         row.cancel()
         await pool.close()
@@ -105,8 +107,8 @@ def test_after_a_publish_that_did_not_end_rows_wait_and_the_step_can_be_saved(ca
 
 
 def test_earlier_weights_are_kept_for_checkpoints_inside_a_window(tmp_path: Path) -> None:
-    """Two steps a publish, one publish behind: a run that goes on from step 5 was published last at step 4, and its
-    teacher has the weights of step 2."""
+    """With two steps per publish and a teacher one publish behind, a run resumed from step 5 published last at step 4,
+    and its teacher has the weights of step 2."""
     earlier = EarlierWeights(tmp_path, lambda: [5])
     for version in (0, 2, 4, 6, 8):
         earlier.save(version, [("w", torch.full((1,), float(version)))], publishes=1, every=2)
@@ -115,8 +117,8 @@ def test_earlier_weights_are_kept_for_checkpoints_inside_a_window(tmp_path: Path
     assert earlier.load(2)[0][1].item() == 2.0
 
 
-def test_a_replica_in_an_engine_process_can_be_taken_out_and_put_back() -> None:
-    """It used to cost a sound engine process, or the replica could not be put back."""
+def test_removing_and_adding_a_replica_in_an_engine_process_does_not_replace_that_process() -> None:
+    """Before, a healthy engine process was replaced, or the replica could not be added again."""
     hosts, replaced = ["engine 0", "engine 1"], list[str]()
 
     class Engine:
@@ -156,10 +158,10 @@ def test_a_replica_in_an_engine_process_can_be_taken_out_and_put_back() -> None:
     asyncio.run(run())
 
 
-def test_folders_that_are_opened_before_any_is_written_share_the_memory(
+def test_a_snapshot_folder_reserves_its_memory_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for one and a half teachers, the second one's weights go to a folder on a disk."""
+    """With memory for one and a half teachers, the second teacher's folder is on a disk."""
     monkeypatch.setattr(snapshots, "_MEMORY", tmp_path)
     size = 1 << 30
     free = SimpleNamespace(free=3 * size + (100 << 20))

@@ -1,4 +1,4 @@
-"""A follower that cannot start says why in its own words."""
+"""Rank processes that fail to start, are lost, refuse a command or cannot leave their group."""
 
 import asyncio
 import os
@@ -35,19 +35,21 @@ async def fail_to_start(folder: Path) -> tuple[str, RankProcesses]:
         await processes.close()
 
 
-@pytest.mark.parametrize("spoiled", ["", pytest.param("{}", marks=pytest.mark.slow)])
-def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
-    if spoiled:
-        (tmp_path / "recipe.json").write_text(spoiled)
+@pytest.mark.parametrize("bad_recipe", ["", pytest.param("{}", marks=pytest.mark.slow)])
+def test_the_error_of_a_rank_that_cannot_start_begins_with_the_ranks_own_message(
+    tmp_path: Path, bad_recipe: str
+) -> None:
+    if bad_recipe:
+        (tmp_path / "recipe.json").write_text(bad_recipe)
     message, ranks = asyncio.run(fail_to_start(tmp_path))
-    expected = "`student.model` is missing" if spoiled else f"{tmp_path} is not a run directory"
+    expected = "`student.model` is missing" if bad_recipe else f"{tmp_path} is not a run directory"
     assert message.startswith(expected), message
     assert not ranks.coordination.exists()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
-    """Rank 0 joins when the others are about to. Before, its thread stood where they meet until the process ended, and the next group
-    of this process never met its ranks: torch counts groups."""
+def test_rank_0_does_not_wait_in_the_rendezvous_for_a_rank_that_failed_to_start(tmp_path: Path) -> None:
+    """Rank 0 joins once the other ranks are about to. Before, its thread stayed in the rendezvous until the process
+    ended, and the next group of this process never met its ranks, because torch counts groups."""
     run = RunDir.create(str(tmp_path / "run"), "run")
     student: Any = SimpleNamespace(device=torch.device("cpu"), model=None)
 
@@ -69,13 +71,13 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
         raise AssertionError("a rank without a recipe started")
 
     assert asyncio.run(start()) < 5
-    stuck = [thread for thread in threading.enumerate() if thread.name == "rank"]
-    for thread in stuck:
+    rank_threads = [thread for thread in threading.enumerate() if thread.name == "rank"]
+    for thread in rank_threads:
         thread.join(5)
-    assert not any(thread.is_alive() for thread in stuck)
+    assert not any(thread.is_alive() for thread in rank_threads)
 
 
-def test_a_refusal_is_found_by_command_and_rank(tmp_path: Path) -> None:
+def test_refused_returns_the_messages_of_the_ranks_that_refused_this_command(tmp_path: Path) -> None:
     processes = LocalProcesses(tmp_path)
     ranks = RankProcesses(processes, RunDir(tmp_path), size=3)
     ranks._children = {1: None, 2: None}  # type: ignore[dict-item]
@@ -90,8 +92,8 @@ time.sleep(60)
 """
 
 
-async def lose_one(folder: Path) -> tuple[RankLost, RankProcesses]:
-    """The monitor reports a ready rank that is killed."""
+async def kill_one_rank(folder: Path) -> tuple[RankLost, RankProcesses]:
+    """Kills a ready rank and returns the error that the monitor raises."""
     processes = LocalProcesses(folder / "logs", start_timeout=60)
     ranks = RankProcesses(processes, RunDir(folder), size=2)
     child = await processes.start("rank-1", "rank_for_test", [])
@@ -105,17 +107,19 @@ async def lose_one(folder: Path) -> tuple[RankLost, RankProcesses]:
         await processes.close()
 
 
-def test_a_loss_is_known_after_the_others_went_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that has part in a lost rank asks for it again and again, on a thread of its own: it must hear of it even when
-    the loss has ended the run already, or a minute goes by until it gives up."""
+def test_a_lost_rank_is_still_reported_after_the_other_ranks_were_expected_to_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that waits for a lost rank polls for the loss on its own thread. It must see the loss even when the run
+    has already ended because of it; otherwise it gives up only after a minute."""
     (tmp_path / "rank_for_test.py").write_text(READY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    seen, ranks = asyncio.run(lose_one(tmp_path))
+    loss, ranks = asyncio.run(kill_one_rank(tmp_path))
     ranks.expect_exit()
-    assert ranks.lost() is seen and "rank 1 of 2 was killed by SIGKILL" in str(seen)
+    assert ranks.lost() is loss and "rank 1 of 2 was killed by SIGKILL" in str(loss)
 
 
-def test_nobody_waits_for_ranks_that_were_ended(tmp_path: Path) -> None:
+def test_ranks_that_ended_with_the_run_count_as_lost(tmp_path: Path) -> None:
     ranks = RankProcesses(LocalProcesses(tmp_path), RunDir(tmp_path), size=2)
     ranks.expect_exit()
     assert ranks.lost() is None
@@ -123,10 +127,11 @@ def test_nobody_waits_for_ranks_that_were_ended(tmp_path: Path) -> None:
     assert "ended with the run" in str(ranks.lost())
 
 
-def test_a_group_that_raises_when_it_is_left_is_abandoned(
+def test_a_process_group_that_raises_on_leave_is_abandoned_and_the_next_group_can_be_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NCCL raises the loss of a rank once more when its group is left. The trainer then ended instead of starting the ranks again."""
+    """NCCL raises the loss of a rank again when its group is left. Before, the trainer then ended instead of restarting
+    the ranks."""
 
     def lost_again() -> None:
         raise torch.distributed.DistBackendError("NCCL error: remote process exited")
@@ -145,8 +150,8 @@ def test_a_group_that_raises_when_it_is_left_is_abandoned(
 def test_ranks_that_cannot_leave_their_group_abandon_it_before_the_engine_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the trainer hung: a collective that the lost rank had not joined blocked its stream, for which the engine waits when it
-    closes, and the group was abandoned only after that."""
+    """Before, the trainer hung on a GPU: a collective that the lost rank had not joined blocked the stream. The engine
+    waits for that stream when it closes, and the group was abandoned only afterwards."""
 
     def lost_again() -> None:
         raise torch.distributed.DistBackendError("NCCL error: remote process exited")

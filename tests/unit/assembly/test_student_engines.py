@@ -1,4 +1,4 @@
-"""From `[rollout]` to an engine: batching, sampling, servers, and the way new weights take."""
+"""From `[rollout]` to an engine: sampling, servers, and how new weights are published to it."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ class Silent:
     def note(self, text: str) -> None: ...
 
 
-class Trained:
+class PolicyStub:
     """A policy as publishers see it."""
 
     def __init__(self, model: Any) -> None:
@@ -62,7 +62,7 @@ def settings(loss: dict | None = None, **rollout: Any) -> EngineSettings:
     return resolve(recipe, gpus=0).engine
 
 
-def opened(given: EngineSettings, student: LoadedModel) -> Engine:
+def open_now(given: EngineSettings, student: LoadedModel) -> Engine:
     return asyncio.run(open_engine(given, student, None, Silent()))  # type: ignore[arg-type]
 
 
@@ -77,7 +77,7 @@ def test_every_sampling_key_reaches_the_engine(student: LoadedModel) -> None:
     assert sampling_of(settings(), student).candidates == 0
 
 
-def test_stop_texts_work_in_process(student: LoadedModel) -> None:
+def test_the_local_engine_stops_at_the_first_stop_string(student: LoadedModel) -> None:
     async def written() -> str:
         engine = await open_engine(replace(settings(), deterministic=False), student, None, Silent())  # type: ignore[arg-type]
         try:
@@ -93,11 +93,13 @@ def test_stop_texts_work_in_process(student: LoadedModel) -> None:
     assert text[-1] in "7a5" and not set(text[:-1]) & set("7a5")
 
 
-def test_an_engine_that_trains_alongside_has_tensors_of_its_own(student: LoadedModel) -> None:
-    policy = Trained(student.model)
+def test_the_local_engine_shares_the_trained_tensors_only_if_its_settings_say_so(
+    student: LoadedModel,
+) -> None:
+    policy = PolicyStub(student.model)
     for shared, kind in ((True, SharedWeights), (False, CopiedWeights)):
         given = replace(settings(), shares_tensors=shared)
-        engine = opened(given, student)
+        engine = open_now(given, student)
         assert isinstance(engine, HFEngine)
         assert isinstance(publisher_of(given, policy, engine), kind)
         pointers = {parameter.data_ptr() for parameter in student.model.parameters()}
@@ -105,12 +107,12 @@ def test_an_engine_that_trains_alongside_has_tensors_of_its_own(student: LoadedM
         assert bool(pointers & own) is shared
 
 
-def test_servers_that_keep_their_weights_say_version_0_for_ever(student: LoadedModel) -> None:
+def test_servers_with_fixed_weights_stay_at_version_0_after_publishes(student: LoadedModel) -> None:
     given = settings(engine="openai", urls=["http://127.0.0.1:1/"], live_weights=False)
 
     async def body() -> None:
         engine = await open_engine(given, student, None, Silent())  # type: ignore[arg-type]
-        publisher = publisher_of(given, Trained(student.model), engine)
+        publisher = publisher_of(given, PolicyStub(student.model), engine)
         assert isinstance(engine, RemoteEngine) and isinstance(publisher, FixedWeights)
         for version in (0, 1, 2):
             await publisher.publish(version)
@@ -120,7 +122,9 @@ def test_servers_that_keep_their_weights_say_version_0_for_ever(student: LoadedM
     asyncio.run(body())
 
 
-def test_a_started_server_gets_what_the_recipe_asks_for(student: LoadedModel, tmp_path: Path) -> None:
+def test_a_vllm_server_gets_the_options_and_devices_of_the_recipe(
+    student: LoadedModel, tmp_path: Path
+) -> None:
     given = settings(
         {"signal": "at_ids", "kind": "reverse_kl", "topk": 30}, engine="vllm", vllm_python=sys.executable,
         replicas=2, devices=["1", "2,3"], engine_args=["--gpu-memory-utilization=0.4"], context_length=96,
@@ -131,6 +135,6 @@ def test_a_started_server_gets_what_the_recipe_asks_for(student: LoadedModel, tm
     assert [env["CUDA_VISIBLE_DEVICES"] for env in server.env] == ["1", "2,3"]
 
 
-def test_a_context_the_student_does_not_have_is_refused(student: LoadedModel) -> None:
+def test_a_context_length_beyond_the_students_is_refused(student: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="holds 128 tokens"):
         context_of(settings(context_length=4096), student)

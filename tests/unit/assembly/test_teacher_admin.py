@@ -1,4 +1,4 @@
-"""Every request for a replica gets an answer, malformed ones too, and the run goes on."""
+"""Every request for a replica gets an answer, malformed ones too, and the run continues."""
 
 import asyncio
 import json
@@ -17,7 +17,9 @@ from understudy.teacher.pool.pool import TeacherPool
 
 
 @pytest.mark.parametrize("url", ["http://localhost:99999", "http://[half", "localhost", "http://127.0.0.1:1"])
-def test_an_address_there_cannot_be_is_told_and_ends_nothing(tmp_path: Path, url: str) -> None:
+def test_adding_a_replica_at_an_unusable_address_returns_an_error_and_the_run_continues(
+    tmp_path: Path, url: str
+) -> None:
     run = RunDir(tmp_path)
     run.recipe.write_text("{}")
     run.state.write_text(json.dumps({"status": "running", "pid": os.getpid()}))

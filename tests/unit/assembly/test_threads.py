@@ -1,4 +1,4 @@
-"""Who gets the threads of a run: operations, or micro-batches side by side."""
+"""A run's threads: one operation at a time, or micro-batches in parallel lanes; and when oneDNN is off."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ def compute(model: Path = STUDENT, **tables: dict[str, Any]) -> Compute:
     return resolve(recipe, gpus=0).compute
 
 
-def test_small_student_on_a_cpu() -> None:
+def test_a_small_student_on_a_cpu_gets_one_lane_per_thread() -> None:
     assert (compute().lanes, compute().threads) == (3, 1)
 
 
 @pytest.mark.parametrize(
     "tables", [{"run": {"threads": 1}}, {"trainer": {"ranks": 2}}, {"student": {"compile": True}}]
 )
-def test_whose_operations_keep_their_threads(tables: dict[str, Any]) -> None:
+def test_one_thread_several_ranks_or_a_compiled_student_leave_all_threads_to_one_lane(
+    tables: dict[str, Any],
+) -> None:
     one, threads = compute(**tables), tables.get("run", {}).get("threads", 3)
     assert (one.lanes, one.threads) == (1, threads)
 
 
-def test_nothing_said_leaves_the_choice_to_torch() -> None:
+def test_without_run_threads_torch_chooses_the_number_of_threads() -> None:
     assert compute(run={"threads": None}).threads is None
 
 
-def test_large_students_and_unknown_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_and_unknown_students_get_one_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "student"
     shutil.copytree(STUDENT, own)
     assert compute(own).lanes == 3
@@ -64,15 +66,19 @@ def test_large_students_and_unknown_ones(tmp_path: Path, monkeypatch: pytest.Mon
     assert compute(Path("owner/name")).lanes == 1
 
 
-def one_dnn(one: Compute) -> bool:
+def onednn_enabled(one: Compute) -> bool:
     with onednn_as_resolved(one):
         return bool(torch.backends.mkldnn.enabled)
 
 
-def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> None:
-    assert not one_dnn(compute())
+def test_onednn_is_off_only_for_lanes_of_float32_models_without_biases_and_is_restored(
+    tmp_path: Path,
+) -> None:
+    assert not onednn_enabled(compute())
     assert torch.backends.mkldnn.enabled  # restored for later code in this process
-    assert one_dnn(compute(run={"threads": 1})) and one_dnn(compute(student={"dtype": "bfloat16"}))
+    assert onednn_enabled(compute(run={"threads": 1})) and onednn_enabled(
+        compute(student={"dtype": "bfloat16"})
+    )
     own = tmp_path / "student"
     shutil.copytree(STUDENT, own)
     config = json.loads((own / "config.json").read_text())
@@ -82,14 +88,16 @@ def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> 
         {"model_type": "llama", "mlp_bias": True},
     ):
         (own / "config.json").write_text(json.dumps(config | changes))
-        assert compute(own).lanes == 3 and one_dnn(compute(own))
+        assert compute(own).lanes == 3 and onednn_enabled(compute(own))
     with pytest.raises(ZeroDivisionError), onednn_as_resolved(compute()):
         raise ZeroDivisionError
     assert torch.backends.mkldnn.enabled
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, 288), (288, 96), (96, 44), (37, 100)])
-def test_products_without_a_bias_are_the_same_either_way(inputs: int, outputs: int) -> None:
+def test_matrix_products_without_a_bias_have_the_same_bits_with_and_without_onednn(
+    inputs: int, outputs: int
+) -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -101,7 +109,7 @@ def test_products_without_a_bias_are_the_same_either_way(inputs: int, outputs: i
             lambda answers=answers: answers @ weight,
             lambda states=states, answers=answers: answers.t() @ states,
         )
-        theirs = [product() for product in products]
+        with_onednn = [product() for product in products]
         with onednn_as_resolved(compute()):
-            ours = [product() for product in products]
-        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), rows
+            without_onednn = [product() for product in products]
+        assert all(torch.equal(a, b) for a, b in zip(with_onednn, without_onednn, strict=True)), rows

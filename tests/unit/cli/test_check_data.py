@@ -19,7 +19,8 @@ Check = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Checks a recipe beside whose file the given rows lie; what was said on both streams."""
+    """Writes the rows beside a recipe and runs a command on it; returns the exit code and the output of both
+    streams."""
 
     def run(rows: list[Any], *arguments: str, command: str = "check") -> tuple[int, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -34,7 +35,9 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     return run
 
 
-def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> None:
+def test_a_row_that_names_an_unknown_agent_loop_is_refused_and_its_module_is_not_imported(
+    check: Check, tmp_path: Path
+) -> None:
     mark = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     rows = [{"messages": CHAT}, {"messages": CHAT, "agent": "evil:Loop"}]
@@ -51,8 +54,8 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     assert check([{"messages": CHAT, "agent_name": "single_turn_agent"}])[0] == 0
 
 
-def test_teachers_of_rows_with_numbers(check: Check) -> None:
-    """A column of whole numbers, of which pandas makes floats where one is missing; keys are texts."""
+def test_numbers_in_the_teacher_column_select_teachers_by_their_text(check: Check) -> None:
+    """Keys of teachers are text. Pandas turns a column of whole numbers into floats where a value is missing."""
     more = [
         f"teachers.sort.model={ASSETS}/models/teacher-sort",
         "teachers.sort.key='2'",
@@ -63,13 +66,13 @@ def test_teachers_of_rows_with_numbers(check: Check) -> None:
     assert check(rows, *keys)[0] == 0
     code, output = check([*rows, {"messages": CHAT, "level": 3}], *keys)
     assert code == 2 and "rows with level = '3' have no teacher; teachers take ['1', '2']" in output
-    # Prompts are measured for the teacher that scores them: no row goes to the default one unseen.
+    # Prompts are measured against the context of the teacher that scores them, not of the default teacher.
     short = ["data.default_teacher=add", "teachers.add.context_length=12"]
     assert check([{"messages": CHAT, "level": 2}], *keys, *short)[0] == 0
     assert "teachers.add holds 12 tokens" in check([{"messages": CHAT, "level": 1}], *keys, *short)[1]
 
 
-def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> None:
+def test_options_of_an_agent_loop_that_only_rows_name_are_checked(check: Check) -> None:
     rows = [{"messages": CHAT, "agent": "tool"}]
     tools = 'rollout.agent_options.tool.tools=["calculator"]'
     code, output = check(rows, tools, "rollout.agent_options.tool.max_turn=3")
@@ -78,7 +81,7 @@ def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> 
     )
 
 
-def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> None:
+def test_rows_for_the_tool_loop_are_refused_if_the_recipe_names_no_tools(check: Check) -> None:
     rows = [{"messages": CHAT}, *[{"messages": CHAT, "agent_name": "tool_agent"}] * 2]
     code, output = check(rows)
     assert code == 2 and output.count("error:") == 1
@@ -90,7 +93,7 @@ def test_rows_that_ask_for_tools_that_the_recipe_does_not_name(check: Check) -> 
     assert check(rows, "rollout.agent=tool")[0] == 0
 
 
-def test_tools_as_text_and_by_name(check: Check) -> None:
+def test_the_tools_column_takes_json_text_or_names_of_tools_in_the_recipe(check: Check) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT, "tools": '[{"name": "less"}]'}]
     assert check(rows)[0] == 0
     for wrong, message in ((5, "tools is a int"), ("less", "tools is the text 'less', no JSON")):
@@ -105,12 +108,12 @@ def test_tools_as_text_and_by_name(check: Check) -> None:
     assert check([{**named[2], "agent": "tool"}], 'rollout.agent_options.tool.tools=["calculator"]')[0] == 0
 
 
-def test_plain_text_under_the_tool_loop(check: Check) -> None:
+def test_a_plain_text_prompt_is_refused_under_the_tool_loop(check: Check) -> None:
     code, output = check([{"prompt": "12+34="}], "rollout.agent=tool")
     assert code == 2 and "line 1 is plain text (`prompt`), and the tool loop reads chats" in output
 
 
-def test_the_key_of_missing_data_is_named(check: Check) -> None:
+def test_the_error_about_a_missing_dataset_names_its_recipe_key(check: Check) -> None:
     code, output = check([{"messages": CHAT}], "data.eval=nowhere.jsonl")
     assert (
         code == 2
@@ -119,7 +122,9 @@ def test_the_key_of_missing_data_is_named(check: Check) -> None:
     )
 
 
-def test_lists_and_globs_beside_the_recipe(check: Check, tmp_path: Path) -> None:
+def test_lists_and_globs_of_data_files_are_resolved_relative_to_the_recipe(
+    check: Check, tmp_path: Path
+) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "b.jsonl").write_text('{"prompt": "a"}\n{"messages": 7}\n')
     code, output = check([{"messages": CHAT}], 'data.train=["rows.jsonl", "more/*.jsonl"]')
@@ -132,39 +137,41 @@ def test_lists_and_globs_beside_the_recipe(check: Check, tmp_path: Path) -> None
     assert code == 2 and "`data.train` = 5: expected a list of strings" in output
 
 
-def test_rows_of_odd_shapes_are_told_by_file_line_and_column(check: Check) -> None:
-    code, said = check([{"prompt": 7}])
-    assert code == 2 and "rows.jsonl, line 1: prompt is a int; expected" in said
-    code, said = check([{"prompt": [{"content": "x"}]}])
-    assert code == 2 and "rows.jsonl, line 1: prompt[0] is {'content': 'x'}; expected" in said
+def test_the_error_about_a_malformed_row_names_file_line_and_column(check: Check) -> None:
+    code, output = check([{"prompt": 7}])
+    assert code == 2 and "rows.jsonl, line 1: prompt is a int; expected" in output
+    code, output = check([{"prompt": [{"content": "x"}]}])
+    assert code == 2 and "rows.jsonl, line 1: prompt[0] is {'content': 'x'}; expected" in output
     nested: list[Any] = []
     for _ in range(900):
         nested = [nested]
-    code, said = check([{"prompt": "1+1="}, {"prompt": "1+1=", "tree": nested}])
-    assert code == 2 and "rows.jsonl, line 2 is nested too deeply to be read" in said
+    code, output = check([{"prompt": "1+1="}, {"prompt": "1+1=", "tree": nested}])
+    assert code == 2 and "rows.jsonl, line 2 is nested too deeply to be read" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["rollout.max_new_tokens=1000000"], "rollout.max_new_tokens = 1000000 it exceeds the student's context of 128;"),
         (["rollout.context_length=7"], "rollout.max_new_tokens = 8 it exceeds rollout.context_length = 7;"),
         (["rollout.max_new_tokens=120"], "rollout.max_new_tokens = 120 it exceeds the student's context of 128;"),
     ],
 )  # fmt: skip
-def test_the_context_that_a_prompt_exceeds_is_named(check: Check, words: list[str], told: str) -> None:
-    """Also where the answer alone is longer."""
-    code, said = check([{"messages": [{"role": "user", "content": "1" * 12}]}], *words)
-    assert code == 2 and told in said
+def test_the_error_about_too_many_tokens_names_the_context_length_that_is_exceeded(
+    check: Check, words: list[str], message: str
+) -> None:
+    """Also where `max_new_tokens` alone exceeds it."""
+    code, output = check([{"messages": [{"role": "user", "content": "1" * 12}]}], *words)
+    assert code == 2 and message in output
 
 
-def test_no_problem_is_told_of_the_default_of_a_key_whose_value_is_wrong(check: Check) -> None:
+def test_a_key_with_an_invalid_value_gives_one_error_and_none_about_its_default(check: Check) -> None:
     for word in ("loss.topk=0", "rollout.max_new_tokens=0"):
-        code, said = check([{"messages": CHAT}], word)
-        assert code == 2 and said.count("error:") == 1 and "expected a whole number of at least 1" in said
+        code, output = check([{"messages": CHAT}], word)
+        assert code == 2 and output.count("error:") == 1 and "expected a whole number of at least 1" in output
 
 
-def test_prompts_that_are_too_long(check: Check) -> None:
+def test_prompts_that_are_too_long_are_refused_dropped_or_truncated(check: Check) -> None:
     rows = [{"messages": CHAT}, {"messages": LONG}, {"messages": LONG}]
     code, output = check(rows, "data.max_prompt_tokens=20")
     assert (
@@ -179,8 +186,8 @@ def test_prompts_that_are_too_long(check: Check) -> None:
     assert code == 0 and "2 of 3 prompts have more than 20 tokens and lose their beginning" in output
     code, output = check(rows[1:], "data.max_prompt_tokens=20", "data.overlong=drop")
     assert code == 2 and "leaves no row" in output
-    room = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "1" * 600}]}]
-    assert check(room)[0] == 2 and check(room, "data.overlong=drop")[0] == 0
+    too_long_for_student = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "1" * 600}]}]
+    assert check(too_long_for_student)[0] == 2 and check(too_long_for_student, "data.overlong=drop")[0] == 0
     small = ["teachers.add.context_length=40", "rollout.max_new_tokens=8"]
     code, output = check(rows, *small)
     limit = "data.max_prompt_tokens=31"
@@ -194,7 +201,7 @@ def test_prompts_that_are_too_long(check: Check) -> None:
         assert code == 0 and message in output
 
 
-def test_passes_are_counted_in_steps(check: Check) -> None:
+def test_trainer_passes_are_converted_to_steps_without_dropped_prompts(check: Check) -> None:
     rows = [{"messages": CHAT}] * 9 + [{"messages": LONG}]
     drop = ["data.max_prompt_tokens=20", "data.overlong=drop"]
     code, output = check(rows, "trainer.passes=2", *drop)
@@ -213,7 +220,9 @@ def test_passes_are_counted_in_steps(check: Check) -> None:
         ("{% for m in messages %}{{ raise_exception('no system here') }}{% endfor %}", "no system here"),
     ],
 )
-def test_a_template_may_raise_anything(check: Check, tmp_path: Path, template: str, expected: str) -> None:
+def test_any_exception_raised_by_a_chat_template_is_reported_with_the_row(
+    check: Check, tmp_path: Path, template: str, expected: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in (ASSETS / "models" / "student").iterdir():
@@ -225,8 +234,10 @@ def test_a_template_may_raise_anything(check: Check, tmp_path: Path, template: s
     assert expected in output and "unexpected" not in output
 
 
-def test_a_student_that_reads_no_pictures(check: Check, tmp_path: Path) -> None:
-    """Its chat template joins texts and would end in a TypeError."""
+def test_rows_with_pictures_are_refused_for_a_student_that_reads_text_only(
+    check: Check, tmp_path: Path
+) -> None:
+    """The student's chat template joins strings and would raise a TypeError."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in (ASSETS / "models" / "student").iterdir():
@@ -274,10 +285,10 @@ constant = 3
         ("constant", "is a int; expected a function"),
     ],
 )
-def test_a_reward_is_tried_before_anything_starts(
+def test_check_calls_the_reward_on_a_row_and_reports_wrong_signatures_results_and_crashes(
     check: Check, tmp_path: Path, reward: str, expected: str | None
 ) -> None:
-    """Its module lies beside the recipe, and nothing is said of that to Python."""
+    """The reward's module is beside the recipe, in a folder that is not on Python's path."""
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     rows = [{"messages": CHAT, "answer": "64"}]
     code, output = check(rows, f"data.reward=own_rewards:{reward}", "rollout.deadline_seconds=0.5")
@@ -293,7 +304,9 @@ def test_a_reward_is_tried_before_anything_starts(
             assert f"{expected} {tmp_path}/rows.jsonl, line 1\n" in output
 
 
-def test_a_reward_module_that_cannot_be_imported(check: Check, tmp_path: Path) -> None:
+def test_a_reward_module_that_cannot_be_imported_is_refused_with_the_reason(
+    check: Check, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     rows = [{"messages": CHAT}]
     message = check(rows, "data.reward=broken:f")[1]
@@ -309,7 +322,7 @@ def test_a_reward_module_that_cannot_be_imported(check: Check, tmp_path: Path) -
     )
 
 
-def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
+def test_built_in_rewards_check_the_answer_of_every_row(check: Check) -> None:
     rows = [
         {"messages": CHAT, "answer": "64"},
         {"messages": CHAT, "reward_model": {"ground_truth": "#### 7"}},
@@ -329,7 +342,7 @@ def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
     assert "rows.jsonl, line 3: column 'answer' holds 'many'" in output
 
 
-def test_a_reward_that_fails_on_some_rows_is_noted(check: Check, tmp_path: Path) -> None:
+def test_a_reward_that_fails_on_only_some_rows_is_a_note_and_no_error(check: Check, tmp_path: Path) -> None:
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     rows = [{"messages": CHAT, "missing": 1}, {"messages": CHAT}]
     code, output = check(rows, "data.reward=own_rewards:column")
@@ -342,7 +355,9 @@ def test_a_reward_that_fails_on_some_rows_is_noted(check: Check, tmp_path: Path)
     assert code == 0 and "(1 of 2 rows; each would be a dead letter)" in output
 
 
-def test_a_run_directory_that_cannot_be(check: Check, tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_created_is_refused_and_check_creates_none(
+    check: Check, tmp_path: Path
+) -> None:
     rows = [{"messages": CHAT}]
     (tmp_path / "afile").write_text("x")
     code, output = check(rows, f"run.dir={tmp_path / 'afile'}")
@@ -354,8 +369,10 @@ def test_a_run_directory_that_cannot_be(check: Check, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "recipe.toml", "rows.jsonl"]
 
 
-def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) -> None:
-    """As `train` says it; `plan` starts nothing and shows the recipe all the same."""
+def test_a_run_directory_that_already_holds_a_run_is_refused_by_check_and_train(
+    check: Check, tmp_path: Path
+) -> None:
+    """`plan` starts nothing and accepts it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.json").write_text("{}")
     where = tmp_path / "run"
@@ -366,7 +383,7 @@ def test_a_run_directory_that_holds_a_run_already(check: Check, tmp_path: Path) 
     assert check([{"messages": CHAT}], f"run.dir={where}", command="plan")[0] == 0
 
 
-def test_a_teachers_server_that_does_not_answer(check: Check) -> None:
+def test_an_unreachable_teacher_server_is_a_note_in_check_and_an_error_in_train(check: Check) -> None:
     """A note in `check`, because the server may be started later; `train` waits for it before it loads the student."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused

@@ -24,7 +24,9 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_command_and_flag_is_in_it(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_completion_script_contains_every_command_and_flag(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = script(shell, capsys)
     for name, command in commands().items():
         assert name in text
@@ -42,7 +44,9 @@ def test_every_command_and_flag_is_in_it(shell: str, capsys: pytest.CaptureFixtu
         ("understudy check rec", "recipe.toml"),
     ],
 )
-def test_bash_completes(line: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_flags_choices_and_file_names(
+    line: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "recipe.toml").touch()
     (tmp_path / "completion.sh").write_text(script("bash", capsys))
     asked = (
@@ -57,7 +61,7 @@ def test_bash_completes(line: str, offered: str, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_script_parses_in_its_shell(
+def test_the_completion_script_has_valid_zsh_and_fish_syntax(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if shutil.which(shell) is None:
@@ -66,7 +70,7 @@ def test_the_script_parses_in_its_shell(
     assert subprocess.run([shell, "-n", str(tmp_path / "script")], check=False).returncode == 0
 
 
-def test_without_shtab_it_says_what_to_install() -> None:
+def test_completion_without_shtab_says_what_to_install_and_does_not_import_torch() -> None:
     code = (
         "import sys; sys.modules['shtab'] = None; from understudy.cli.main import main; "
         "code = main(['completion', 'bash']); sys.exit(10 + code if 'torch' not in sys.modules else 1)"

@@ -1,4 +1,4 @@
-"""A run or model that does not exist is refused in words, at once: before torch is imported or the hub is retried."""
+"""Commands on runs or models that do not exist are refused before torch is imported or the hub is retried."""
 
 import json
 import os
@@ -38,8 +38,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each command says, all in one process: an import by one of them would show in all later ones."""
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The output of each command. All run in one process, so an import by one of them would show in all later ones."""
     folder = tmp_path_factory.mktemp("refused")
     (folder / "models" / "last").mkdir(parents=True)
     (folder / OWN).mkdir()
@@ -65,7 +65,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "arguments", "message"), [(place, *case) for place, case in enumerate(CASES)]
 )
-def test_what_is_not_there_is_refused_without_torch(
-    answers: list[str], place: int, arguments: list[str], message: str
+def test_a_missing_run_model_or_file_is_refused_before_torch_is_imported(
+    outputs: list[str], place: int, arguments: list[str], message: str
 ) -> None:
-    assert message in answers[place] and answers[place].endswith("== 2"), answers[place]
+    assert message in outputs[place] and outputs[place].endswith("== 2"), outputs[place]

@@ -35,7 +35,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH on which Slurm, Ray and understudy write down how they were called."""
+    """A PATH with stand-ins for Slurm's programs, Ray and understudy that record their calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program(
@@ -83,7 +83,7 @@ def test_a_submitted_job_starts_ray_on_every_node_and_the_run_on_the_head(slurm:
     ]
     assert "--nodes=2 --ntasks=2 --overlap --exclude=node1" in (slurm / "srun").read_text()
     assert (slurm / "joined").read_text().splitlines()[-1].endswith("10.0.0.1:6379 3"), (
-        "it waits for all nodes"
+        "the job waits for all nodes"
     )
     arguments = (slurm / "understudy").read_text().splitlines()
     assert arguments == [
@@ -93,10 +93,12 @@ def test_a_submitted_job_starts_ray_on_every_node_and_the_run_on_the_head(slurm:
     (slurm / "runs" / "my-run-7" / "recipe.json").write_text("{}")
     subprocess.run(["bash", str(job)], env=env, cwd=slurm, check=True, timeout=60)
     arguments = (slurm / "understudy").read_text().splitlines()
-    assert arguments == ["resume", "runs/my-run-7", "cluster.address=10.0.0.1:6379"], "a requeued job goes on"
+    assert arguments == ["resume", "runs/my-run-7", "cluster.address=10.0.0.1:6379"], (
+        "a requeued job resumes the run"
+    )
 
 
-def test_words_of_the_command_stay_words_in_the_script(slurm: Path, recipe: str) -> None:
+def test_overrides_are_quoted_in_the_slurm_script(slurm: Path, recipe: str) -> None:
     code, script = call_cli("launch", recipe, 'run.note="it\'s $(touch pwned)"', "--slurm")
     assert code == 0
     env = {**os.environ, "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
@@ -105,7 +107,9 @@ def test_words_of_the_command_stay_words_in_the_script(slurm: Path, recipe: str)
     assert not (slurm / "pwned").exists()
 
 
-def test_refusals(slurm: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_refuses_wrong_options_and_reports_failures_of_sbatch(
+    slurm: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, output = call_cli("launch", recipe, "--slurm", "--submit")
     assert code == 2 and "--submit goes with --slurm and -o FILE" in output
     code, output = call_cli("launch", recipe, "cluster.backend=local", "--slurm")
@@ -129,17 +133,17 @@ def manifest(recipe: str, *arguments: str) -> dict[str, Any]:
     if CRD:
         versions = yaml.safe_load(Path(CRD).read_text())["spec"]["versions"]
         schema = next(one for one in versions if one["name"] == "v1")["schema"]["openAPIV3Schema"]
-        jsonschema.validate(found, closed(schema))
+        jsonschema.validate(found, strict(schema))
     return found
 
 
-def closed(schema: Any) -> Any:
+def strict(schema: Any) -> Any:
     """The schema, refusing fields that it does not know, as `kubectl apply --validate=strict` does."""
     if isinstance(schema, list):
-        return [closed(one) for one in schema]
+        return [strict(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {key: closed(value) for key, value in schema.items()}
+    inner = {key: strict(value) for key, value in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         inner["type"] = ["integer", "string"]
         inner.pop("anyOf", None)
@@ -149,7 +153,7 @@ def closed(schema: Any) -> Any:
     return inner
 
 
-def test_a_manifest_has_the_trainer_on_the_head_and_a_group_per_pool(recipe: str) -> None:
+def test_a_kuberay_manifest_has_the_trainer_on_the_head_and_one_worker_group_per_pool(recipe: str) -> None:
     found = manifest(recipe, "trainer.steps=3")
     assert (found["apiVersion"], found["kind"], found["metadata"]) == (
         "ray.io/v1",
@@ -176,7 +180,7 @@ def test_a_manifest_has_the_trainer_on_the_head_and_a_group_per_pool(recipe: str
     assert gpus == ["1", "4"]
 
 
-def test_the_head_is_the_first_machine_of_the_students_pool(tmp_path: Path) -> None:
+def test_the_head_of_a_kuberay_manifest_is_the_first_machine_of_the_students_pool(tmp_path: Path) -> None:
     cluster = {
         "backend": "ray",
         "roles": {"student": "training"},

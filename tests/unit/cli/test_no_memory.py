@@ -1,4 +1,4 @@
-"""A command that gets no memory, or no thread, says so."""
+"""The error message of a command that runs out of memory or threads."""
 
 import argparse
 
@@ -20,7 +20,7 @@ from understudy.cli import main as cli
         ),
     ],
 )
-def test_a_command_without_memory_says_so(
+def test_a_command_that_runs_out_of_memory_or_threads_exits_with_2_and_says_so(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails(_: object) -> None:

@@ -36,7 +36,7 @@ def test_rewards_beyond_1_are_not_shown_as_percentages(
     assert title in output and tuple(row.replace("│", " ").split()[1:]) == figures
 
 
-def test_the_name_of_a_data_source_does_not_drive_the_terminal(
+def test_escape_sequences_and_markup_in_the_name_of_a_data_source_are_printed_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"status": "finished"}))

@@ -1,4 +1,4 @@
-"""The program while it is interrupted early, and on a terminal that goes away."""
+"""Interrupts during imports, and output to a terminal or a disk that no longer takes it."""
 
 import os
 import pty
@@ -57,8 +57,11 @@ sys.exit(program())
         ("understudy.run.evaluate_model", "raises"),
     ],
 )
-def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: str, how: str) -> None:
-    """Ctrl-C on a real terminal, once, while a module is imported, which may discard it or make another error of it."""
+def test_ctrl_c_during_an_import_ends_the_program_with_code_130_and_without_a_traceback(
+    module: str, how: str
+) -> None:
+    """Ctrl-C is sent once, on a real terminal. The module being imported may discard the interrupt or raise another
+    error instead."""
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
@@ -68,7 +71,7 @@ def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: st
     while b"importing" not in output:
         output += os.read(terminal, 1 << 16)
     os.write(terminal, b"\x03")
-    with suppress(OSError):  # EIO: the program is gone
+    with suppress(OSError):  # EIO: the program has ended
         while more := os.read(terminal, 1 << 16):
             output += more
     os.close(terminal)
@@ -78,7 +81,7 @@ def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: st
     )
 
 
-def test_a_closed_terminal_takes_what_it_is_given() -> None:
+def test_writes_to_a_closed_terminal_are_discarded_without_an_error() -> None:
     terminal, end = pty.openpty()
     raw = os.fdopen(end, "w", buffering=1)
     stream = ClosableTerminal(raw)
@@ -91,8 +94,9 @@ def test_a_closed_terminal_takes_what_it_is_given() -> None:
     raw.close()
 
 
-def test_an_error_that_finds_no_room_on_the_disk_keeps_its_exit_code(tmp_path: Path) -> None:
-    """As `understudy train recipe.toml 2> FILE` on a full disk. With room again, later messages are written."""
+def test_a_full_disk_under_stderr_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """As in `understudy train recipe.toml 2> FILE` on a full disk. Once there is room again, later messages are
+    written."""
     command = [sys.executable, "-m", "understudy.cli.main", "check", str(tmp_path / "missing.toml")]
     with Path("/dev/full").open("w") as full:
         assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
@@ -111,7 +115,7 @@ def test_an_error_that_finds_no_room_on_the_disk_keeps_its_exit_code(tmp_path: P
     assert log.read_text() == "first\nsecond\nthird\n"
 
 
-def test_other_troubles_are_told(tmp_path: Path) -> None:
+def test_other_write_errors_such_as_a_broken_pipe_are_raised(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     raw = os.fdopen(writer, "w", buffering=1)

@@ -36,7 +36,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["serve-teacher", "m", "--dtype", "bf16"], "--dtype 'bf16' is not known; did you mean bfloat16?"),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_wrong_is_named(
+def test_the_error_names_the_missing_argument_or_the_wrong_flag(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = refused(arguments, capsys).splitlines()[0]
@@ -59,7 +59,9 @@ def test_the_example_of_a_replicas_removal_names_it_as_list_does(capsys: pytest.
     )
 
 
-def test_scores_of_an_address_where_no_teacher_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_score_names_the_address_at_which_no_teacher_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"tokens": [1, 2, 3]}) + "\n")
     assert main(["score", "http://127.0.0.1:9", str(rows)]) == 2
@@ -68,7 +70,7 @@ def test_scores_of_an_address_where_no_teacher_is(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_paths_that_look_like_markup_are_shown_as_they_are(
+def test_the_live_view_shows_paths_that_look_like_markup_unchanged(
     terminal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(force_terminal=terminal, width=100, stderr=True)
@@ -77,12 +79,14 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(
         view.step({"step": 0, "actor/loss": 1.0})
         output, deadline = "", time.monotonic() + 60
         while "loading a[/b]/m [bold]x" not in output and time.monotonic() < deadline:
-            time.sleep(0.05)  # the display draws itself on a thread, some times a second
+            time.sleep(0.05)  # the display is redrawn by a thread, several times a second
             output += capsys.readouterr().err
     assert "loading a[/b]/m [bold]x" in output
 
 
-def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_raise_no_markup_error_for_a_model_folder_that_looks_like_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[student]\nmodel="a[/b]/m"\n[teachers.t]\nmodel="a[/b]/m"\n[data]\ntrain="d.jsonl"\n')
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n')
@@ -101,10 +105,10 @@ def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.C
         (["trainer.steps=no", "data.train=5"], ["`data.train` = 5: expected a list of strings", "`trainer.steps` = 'no': expected a whole number of at least 1"]),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_told_once(
+def test_each_wrong_value_is_reported_once(
     arguments: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the checks of models and data would say of a key that is left out is not said."""
+    """The checks of models and data do not also report the key as missing."""
     recipe = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recipe.toml"
     assert main(["check", str(recipe), *arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

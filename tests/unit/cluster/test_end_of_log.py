@@ -1,4 +1,4 @@
-"""What a run says before it begins, and of a process that is gone."""
+"""What is reported of a process that ended: the end of its log, its exit code, the stack of a crash."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ from understudy.errors import UnderstudyError
     ("written", "last_line"),
     [("early\nthe disk is full\n", "the disk is full"), (None, "it printed nothing")],
 )
-def test_a_lost_process_is_told_with_its_log_or_without(
+def test_the_exit_report_has_the_last_line_of_the_log_or_says_that_nothing_was_printed(
     tmp_path: Path, written: str | None, last_line: str
 ) -> None:
     log = tmp_path / "rank-1.log"
@@ -42,7 +42,7 @@ sys.exit(process_main(body, process_arguments("crashing", None, serves=False).pa
 """
 
 
-def test_a_crash_in_native_code_leaves_its_stack(tmp_path: Path) -> None:
+def test_a_crash_in_native_code_leaves_its_stack_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     with log.open("wb") as sink:
         process = subprocess.Popen([sys.executable, "-c", CRASHING], stdout=sink, stderr=sink)
@@ -62,7 +62,7 @@ def test_a_crash_in_native_code_leaves_its_stack(tmp_path: Path) -> None:
     assert lines[0] == "Fatal Python error: Segmentation fault" and any("in body" in line for line in lines)
 
 
-def test_inside_a_running_loop_problems_are_told_as_anywhere() -> None:
+def test_train_inside_a_running_event_loop_raises_the_usual_error_for_a_bad_recipe() -> None:
     async def notebook() -> None:
         with pytest.raises(UnderstudyError, match=r"`student\.model` is missing"):
             understudy.train({"no": "recipe"})

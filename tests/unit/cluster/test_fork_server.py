@@ -1,4 +1,4 @@
-"""What is particular about children that are forks: here with a fork server that imports nothing."""
+"""Children forked by the fork server. Most tests use a fork server that imports no modules."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ os.read(options.watch_fd, 1)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fork_server.ForkServer]:
+def bare_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fork_server.ForkServer]:
     (tmp_path / "forked_for_test.py").write_text(CHILD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -49,7 +49,9 @@ def is_forked(child: Child) -> bool:
     return psutil.Process(child.process.pid).ppid() != os.getpid()
 
 
-def test_a_fork_has_its_own_environment_log_and_chance(tmp_path: Path, own: fork_server.ForkServer) -> None:
+def test_a_forked_child_has_its_own_environment_log_file_descriptors_and_random_state(
+    tmp_path: Path, bare_server: fork_server.ForkServer
+) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         env = {"OMP_NUM_THREADS": "1", "WORD": "ours"}
@@ -58,7 +60,7 @@ def test_a_fork_has_its_own_environment_log_and_chance(tmp_path: Path, own: fork
         assert one.ready["cwd"] == str(tmp_path) and one.ready["main"] == "__main__"
         assert one.ready["word"] == "ours" and "WORD" not in os.environ
         assert not set(one.ready["drawn"]) & set(two.ready["drawn"])
-        # Standard input and output, the pipe to the launcher: nothing of the fork server's, nothing of the other's.
+        # Three standard streams and the pipe to the launcher; no descriptor of the fork server or of the other child.
         assert len(one.ready["open"]) == len(two.ready["open"]) == 4
         assert one.log.read_text().split() == ["said", "complained"]
         await processes.close()
@@ -80,21 +82,23 @@ sys.exit({code})
 @pytest.mark.parametrize(
     ("code", "expected", "printed"), [("3", 3, ""), ("None", 0, ""), ("'why'", 1, "why ")]
 )
-def test_a_fork_ends_like_a_program_but_does_not_collect_all_modules(
-    tmp_path: Path, own: fork_server.ForkServer, code: str, expected: int, printed: str
+def test_a_forked_child_exits_like_a_program_but_skips_the_last_garbage_collection(
+    tmp_path: Path, bare_server: fork_server.ForkServer, code: str, expected: int, printed: str
 ) -> None:
-    """The last collection goes through all that was imported: 2 to 3 s with torch."""
+    """The last collection visits all that was imported: 2 to 3 s with torch."""
     (tmp_path / "ends_for_test.py").write_text(ENDS.format(code=code))
-    while not own.ready():
+    while not bare_server.ready():
         time.sleep(0.02)
     with (tmp_path / "log").open("wb") as log:
-        child = own.start("ends_for_test", [], {**os.environ, "OMP_NUM_THREADS": "1"}, log.fileno(), None)
+        child = bare_server.start(
+            "ends_for_test", [], {**os.environ, "OMP_NUM_THREADS": "1"}, log.fileno(), None
+        )
     assert child.wait(20) == expected
     assert (tmp_path / "log").read_text().split() == f"{printed}thread atexit".split()
 
 
-def test_another_environment_at_load_means_a_process_of_its_own(
-    tmp_path: Path, own: fork_server.ForkServer
+def test_a_child_with_other_load_time_environment_variables_is_started_as_a_new_process(
+    tmp_path: Path, bare_server: fork_server.ForkServer
 ) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
@@ -105,14 +109,14 @@ def test_another_environment_at_load_means_a_process_of_its_own(
     asyncio.run(scenario())
 
 
-def test_children_outlive_a_killed_fork_server_and_the_next_ones_do_without(
-    tmp_path: Path, own: fork_server.ForkServer
+def test_children_outlive_a_killed_fork_server_and_later_ones_are_started_as_new_processes(
+    tmp_path: Path, bare_server: fork_server.ForkServer
 ) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         first = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
-        own._process.kill()
-        own._process.wait()
+        bare_server._process.kill()
+        bare_server._process.wait()
         second = await processes.start("two", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
         assert first.alive and second.alive and not is_forked(second)
         os.kill(first.process.pid, signal.SIGKILL)
@@ -123,7 +127,7 @@ def test_children_outlive_a_killed_fork_server_and_the_next_ones_do_without(
     asyncio.run(scenario())
 
 
-def test_one_that_was_lost_is_put_away_although_another_came_and_went(
+def test_a_lost_fork_server_is_removed_even_if_a_nested_one_was_used_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", None)
@@ -139,75 +143,79 @@ def test_one_that_was_lost_is_put_away_although_another_came_and_went(
     assert fork_server.current() is None
 
 
-def test_a_frozen_fork_server_is_given_up(
-    tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_fork_server_is_killed_and_the_child_is_started_as_a_new_process(
+    tmp_path: Path, bare_server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "_ANSWER_SECONDS", 1.0)
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         first = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
-        own._process.send_signal(signal.SIGSTOP)
+        bare_server._process.send_signal(signal.SIGSTOP)
         second = await processes.start("two", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
-        assert own.over and first.alive and not is_forked(second)
-        assert own._process.wait(10) == -signal.SIGKILL  # it must not fork another "two" when it wakes up
+        assert bare_server.over and first.alive and not is_forked(second)
+        assert (
+            bare_server._process.wait(10) == -signal.SIGKILL
+        )  # it must not fork another "two" when it wakes up
         await processes.close()
 
     asyncio.run(scenario())
 
 
-def test_the_end_of_a_child_is_seen_although_its_fork_server_stands_still(
-    tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+def test_the_exit_of_a_child_is_noticed_while_its_fork_server_is_stopped(
+    tmp_path: Path, bare_server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise `close` would wait for an answer that never comes."""
+    """Otherwise `close` would wait for a report that never comes."""
     monkeypatch.setattr(fork_server, "_REPORT_SECONDS_IF_STOPPED", 0.3)
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
         assert is_forked(child)
-        own._process.send_signal(signal.SIGSTOP)
+        bare_server._process.send_signal(signal.SIGSTOP)
         psutil.Process(child.process.pid).kill()
         assert child.process.wait(timeout=10) == -signal.SIGKILL
-        own._process.send_signal(signal.SIGCONT)
+        bare_server._process.send_signal(signal.SIGCONT)
         await processes.close()
 
     asyncio.run(scenario())
 
 
-def test_a_busy_fork_server_may_take_its_time_to_report_how_a_child_ended(
-    own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+def test_a_child_has_no_exit_code_until_its_busy_fork_server_reports_one(
+    bare_server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three seconds without time on a busy machine, an exit code of 2 was told as a SIGKILL."""
+    """Before, when a busy machine gave the fork server no CPU for three seconds, an exit code of 2 was reported as
+    SIGKILL."""
     monkeypatch.setattr(fork_server, "_REPORT_SECONDS_IF_STOPPED", 0.0)
-    monkeypatch.setattr(own, "_receive", lambda: None)  # it has said nothing yet
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    child = fork_server._Forked(gone.pid, own)
+    monkeypatch.setattr(bare_server, "_receive", lambda: None)  # no report has come yet
+    exited = subprocess.Popen([sys.executable, "-c", ""])
+    exited.wait()
+    child = fork_server._Forked(exited.pid, bare_server)
     assert [child.poll(), child.poll()] == [None, None]
-    own._codes[gone.pid] = 2
+    bare_server._codes[exited.pid] = 2
     assert child.poll() == 2
 
 
-def test_a_child_with_the_number_of_an_earlier_one_is_given_its_own_time(
-    own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+def test_a_child_with_the_pid_of_an_earlier_one_has_its_own_deadline_for_the_exit_report(
+    bare_server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer that had ended with 0 was told as killed: a child an hour before it had the same pid."""
+    """Before, a trainer that had ended with 0 was reported as killed, because a child an hour earlier had had the same
+    pid."""
     monkeypatch.setattr(fork_server, "_REPORT_SECONDS", 0.3)
-    monkeypatch.setattr(own, "_receive", lambda: None)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    earlier, later = (fork_server._Forked(gone.pid, own) for _ in range(2))
+    monkeypatch.setattr(bare_server, "_receive", lambda: None)
+    exited = subprocess.Popen([sys.executable, "-c", ""])
+    exited.wait()
+    earlier, later = (fork_server._Forked(exited.pid, bare_server) for _ in range(2))
     assert earlier.wait(10) == -signal.SIGKILL
     assert later.poll() is None
-    own._codes[gone.pid] = 0
+    bare_server._codes[exited.pid] = 0
     assert later.poll() == 0
 
 
-def test_a_fork_server_that_does_not_get_ready_is_not_waited_for_for_ever(
-    tmp_path: Path, own: fork_server.ForkServer
+def test_a_child_is_started_as_a_new_process_if_the_fork_server_does_not_get_ready_in_time(
+    tmp_path: Path, bare_server: fork_server.ForkServer
 ) -> None:
-    own._process.send_signal(signal.SIGSTOP)
+    bare_server._process.send_signal(signal.SIGSTOP)
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=5)
@@ -218,7 +226,9 @@ def test_a_fork_server_that_does_not_get_ready_is_not_waited_for_for_ever(
     asyncio.run(scenario())
 
 
-def test_every_thread_that_asks_learns_how_a_child_ended(tmp_path: Path, own: fork_server.ForkServer) -> None:
+def test_every_thread_that_waits_for_a_child_gets_its_exit_code(
+    tmp_path: Path, bare_server: fork_server.ForkServer
+) -> None:
     async def scenario() -> list[int]:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
@@ -234,31 +244,30 @@ def test_every_thread_that_asks_learns_how_a_child_ended(tmp_path: Path, own: fo
     assert asyncio.run(scenario()) == [-signal.SIGKILL] * 8
 
 
-def test_a_dead_childs_number_is_kept_until_its_end_is_known(
-    tmp_path: Path, own: fork_server.ForkServer
+def test_a_dead_child_is_not_reaped_until_its_exit_was_noticed(
+    tmp_path: Path, bare_server: fork_server.ForkServer
 ) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
-        seen = psutil.Process(child.process.pid)
-        seen.kill()
-        while seen.status() != psutil.STATUS_ZOMBIE:  # raises if it is reaped: its pid could be reused
+        process = psutil.Process(child.process.pid)
+        process.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:  # raises if it is reaped: its pid could be reused
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
-        assert seen.status() == psutil.STATUS_ZOMBIE
+        assert process.status() == psutil.STATUS_ZOMBIE
         assert not child.alive
         with contextlib.suppress(psutil.NoSuchProcess):
-            while seen.status() == psutil.STATUS_ZOMBIE:
+            while process.status() == psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
         await processes.close()
 
     asyncio.run(scenario())
 
 
-def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
+def test_children_of_the_real_fork_server_find_torch_imported_and_compute_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real one: torch is imported, and a fork computes with it."""
     (tmp_path / "computes_for_test.py").write_text(
         CHILD.replace(
             "import numpy\n",
@@ -275,7 +284,7 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
         processes = LocalProcesses(tmp_path / "logs", start_timeout=60)
         child = await processes.start("one", "computes_for_test", [])
         assert is_forked(child), json.dumps(child.ready)
-        # Its error is what it says last: extension modules do not complain of objects that leaked.
+        # The error is the last thing it prints: extension modules print no warnings of leaked objects after it.
         with pytest.raises(ChildDied, match=r"RuntimeError: no such recipe\n\(process two ended with code 1"):
             await processes.start("two", "fails_for_test", [])
         await processes.close()
@@ -286,7 +295,9 @@ def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
         made.close()
 
 
-def test_a_machine_whose_gpus_are_hidden_may_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forking_is_allowed_without_a_gpu_driver_or_with_all_gpus_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(fork_server, "_GPU_DRIVER", tmp_path / "driver")
     assert fork_server.can_fork()
@@ -299,8 +310,9 @@ def test_a_machine_whose_gpus_are_hidden_may_fork(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="a file that is run alone has none")
-def test_the_suite_has_a_fork_server() -> None:
-    """Without it the suite passes too, with every command importing torch anew: a library that starts a thread when it is imported is enough for that."""
+def test_a_parallel_run_of_the_suite_has_a_working_fork_server() -> None:
+    """Without it the suite still passes, but every command imports torch anew. It is lost as soon as a library starts a
+    thread when it is imported."""
     server = fork_server.current()
     deadline = time.monotonic() + 120
     while server is not None and not server.ready() and not server.over:

@@ -1,4 +1,4 @@
-"""Children are real processes; no child outlives its run, however the launcher ends."""
+"""`LocalProcesses` with real children: start, stop, and no child that outlives its run, however the launcher ends."""
 
 import asyncio
 import os
@@ -15,6 +15,7 @@ import pytest
 
 from understudy.cluster import fork_server
 from understudy.cluster.local import LocalProcesses
+from understudy.cluster.spare_processes import SpareProcesses
 from understudy.errors import ChildDied, ClusterError
 
 CHILD = textwrap.dedent("""
@@ -44,19 +45,23 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "child_for_test"
 
 
-@pytest.fixture(params=["started", "forked"], autouse=True)
-def way(
+@pytest.fixture(params=["started", "forked", "spare"], autouse=True)
+def process_source(
     request: pytest.FixtureRequest, child_module: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fork_server.ForkServer | None]:
-    """Every promise holds whether a child is a program of its own or a fork of the fork server."""
-    own = fork_server.ForkServer({}, modules=()) if request.param == "forked" else None
-    monkeypatch.setattr(fork_server, "_SERVER", own)
-    yield own
-    if own is not None:
-        own.close()
+) -> Iterator[fork_server.ProcessSource | None]:
+    """Runs each test with children started as programs (None), forked by a fork server, and made from spare processes."""
+    source: fork_server.ProcessSource | None = None
+    if request.param == "forked":
+        source = fork_server.ForkServer({}, modules=())
+    elif request.param == "spare":
+        source = SpareProcesses({}, 1, modules=())
+    monkeypatch.setattr(fork_server, "_SERVER", source)
+    yield source
+    if source is not None:
+        source.close()
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
+def is_gone(pid: int, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -68,23 +73,27 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_start_and_stop(tmp_path: Path, child_module: str, way: fork_server.ForkServer | None) -> None:
+def test_a_child_becomes_ready_in_a_session_of_its_own_and_ends_on_close(
+    tmp_path: Path, child_module: str, process_source: fork_server.ProcessSource | None
+) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", child_module, [])
         assert child.alive and child.ready["url"] == "here"
-        seen = psutil.Process(child.process.pid)
-        assert (seen.ppid() == os.getpid()) is (way is None) and os.getsid(seen.pid) == seen.pid
-        assert {"-m", child_module} <= set(seen.cmdline())
+        started_process = psutil.Process(child.process.pid)
+        assert (started_process.ppid() == os.getpid()) is not isinstance(
+            process_source, fork_server.ForkServer
+        ) and os.getsid(started_process.pid) == started_process.pid
+        assert {"-m", child_module} <= set(started_process.cmdline())
         with pytest.raises(ClusterError, match="runs already"):
             await processes.start("one", child_module, [])
         await processes.close()
         return int(child.ready["pid"])
 
-    assert gone(asyncio.run(scenario()))
+    assert is_gone(asyncio.run(scenario()))
 
 
-def test_a_stubborn_child_is_killed(tmp_path: Path, child_module: str) -> None:
+def test_kill_now_ends_a_child_that_ignores_sigterm(tmp_path: Path, child_module: str) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", child_module, ["--how", "stubborn"])
@@ -92,10 +101,12 @@ def test_a_stubborn_child_is_killed(tmp_path: Path, child_module: str) -> None:
         child.process.wait(10)
         return int(child.ready["pid"])
 
-    assert gone(asyncio.run(scenario()))
+    assert is_gone(asyncio.run(scenario()))
 
 
-def test_a_stop_that_is_cancelled_still_ends_the_child(tmp_path: Path, child_module: str) -> None:
+def test_a_child_that_ignores_sigterm_is_killed_when_its_stop_is_cancelled(
+    tmp_path: Path, child_module: str
+) -> None:
     async def body() -> None:
         processes = LocalProcesses(tmp_path / "logs")
         child = await processes.start("one", child_module, ["--how", "stubborn"])
@@ -110,7 +121,9 @@ def test_a_stop_that_is_cancelled_still_ends_the_child(tmp_path: Path, child_mod
     asyncio.run(body())
 
 
-def test_a_childs_own_words_come_first(tmp_path: Path, child_module: str) -> None:
+def test_the_error_of_a_child_that_dies_at_its_start_begins_with_the_childs_own_message(
+    tmp_path: Path, child_module: str
+) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         try:
@@ -123,7 +136,7 @@ def test_a_childs_own_words_come_first(tmp_path: Path, child_module: str) -> Non
     assert str(caught.value).startswith("the model folder is missing") and "code 7" in str(caught.value)
 
 
-def test_a_child_that_never_gets_ready_is_an_error_and_is_stopped(tmp_path: Path, child_module: str) -> None:
+def test_start_raises_and_stops_a_child_that_never_gets_ready(tmp_path: Path, child_module: str) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=1.5)
         with pytest.raises(ClusterError, match="not ready after"):
@@ -135,16 +148,23 @@ def test_a_child_that_never_gets_ready_is_an_error_and_is_stopped(tmp_path: Path
     assert asyncio.run(scenario()) == 0
 
 
-def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_module: str) -> None:
+def test_children_and_fork_server_end_when_the_launcher_is_killed(
+    tmp_path: Path, child_module: str, process_source: fork_server.ProcessSource | None
+) -> None:
+    name = None if process_source is None else type(process_source).__name__
     launcher = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
         from understudy.cluster import fork_server
         from understudy.cluster.local import LocalProcesses
+        from understudy.cluster.spare_processes import SpareProcesses
         async def main():
-            if {way is not None}:
+            if {name!r} == "ForkServer":
                 fork_server._SERVER = fork_server.ForkServer({{}}, modules=())
                 print(fork_server._SERVER._process.pid, flush=True)
+            elif {name!r} == "SpareProcesses":
+                fork_server._SERVER = SpareProcesses({{}}, 2, modules=())
+                print(fork_server._SERVER._left[-1].process.pid, flush=True)
             processes = LocalProcesses(Path({str(tmp_path / "logs")!r}), start_timeout=20)
             child = await processes.start("one", {child_module!r}, [])
             print(child.ready["pid"], flush=True)
@@ -153,22 +173,27 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
     """)
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    family = [int(process.stdout.readline()) for _ in range(1 if way is None else 2)]
-    assert all(map(psutil.pid_exists, family))
+    pids = [int(process.stdout.readline()) for _ in range(1 if process_source is None else 2)]
+    assert all(map(psutil.pid_exists, pids))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert all(map(gone, family))
+    assert all(map(is_gone, pids))
 
 
-def test_a_file_in_the_working_directory_does_not_hide_a_module_of_python(
-    tmp_path: Path, child_module: str, way: fork_server.ForkServer | None, monkeypatch: pytest.MonkeyPatch
+def test_a_file_in_the_working_directory_does_not_shadow_a_standard_library_module(
+    tmp_path: Path,
+    child_module: str,
+    process_source: fork_server.ProcessSource | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The `understudy` program does not look there either, so a user's `argparse.py` there went unseen until a child started."""
+    """The `understudy` program does not import from there, so a user's `argparse.py` was noticed only when a child
+    started."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "argparse.py").write_text("raise ImportError('a script of the user')\n")
     monkeypatch.chdir(tmp_path / "work")
-    own = fork_server.ForkServer({}, modules=()) if way is not None else None  # started from this folder
-    monkeypatch.setattr(fork_server, "_SERVER", own)
+    # A new fork server, started in this working directory.
+    source = fork_server.ForkServer({}, modules=()) if process_source is not None else None
+    monkeypatch.setattr(fork_server, "_SERVER", source)
 
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
@@ -177,5 +202,5 @@ def test_a_file_in_the_working_directory_does_not_hide_a_module_of_python(
         await processes.close()
 
     asyncio.run(scenario())
-    if own is not None:
-        own.close()
+    if source is not None:
+        source.close()

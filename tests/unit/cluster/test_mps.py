@@ -1,4 +1,4 @@
-"""NVIDIA's multi-process service: started before CUDA, ended with its process, swept if it was left behind.
+"""NVIDIA's multi-process service: started before CUDA, ended with its process, removed if left behind.
 
 A program of our own stands in for `nvidia-cuda-mps-control`; it starts a real daemon process and records its calls.
 """
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stand-in on PATH, a temporary directory of our own, and the file with its calls."""
+    """Puts the stand-in on PATH, sets a temporary directory, and returns the file with the recorded calls."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / mps.CONTROL
     program.write_text(f"#!{sys.executable}\n{STAND_IN.read_text()}")
@@ -48,7 +48,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Owner:
-    """A process that starts the service and waits."""
+    """A process that starts the MPS daemon and waits."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ def commands(calls: Path) -> list[str]:
     return [" ".join(line.split()[3:]) for line in calls.read_text().splitlines()]
 
 
-def until(done: Callable[[], bool]) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not done():
         assert time.monotonic() < deadline
@@ -80,7 +80,9 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_service_ends_with_its_process(calls: Path, killed: bool) -> None:
+def test_the_mps_daemon_ends_when_the_process_that_started_it_exits_or_is_killed(
+    calls: Path, killed: bool
+) -> None:
     owner = Owner()
     assert (owner.pipes / "control").exists() and not is_gone(owner.daemon)
     assert owner.pipes.stat().st_mode & 0o777 == 0o700
@@ -88,7 +90,7 @@ def test_the_service_ends_with_its_process(calls: Path, killed: bool) -> None:
         owner.process.kill()
     else:
         owner.process.communicate("")
-    until(lambda: not owner.pipes.exists())
+    wait_until(lambda: not owner.pipes.exists())
     assert is_gone(owner.daemon)
     assert commands(calls) == ["-d", "quit -t 5"]
     for line in calls.read_text().splitlines():
@@ -97,36 +99,38 @@ def test_the_service_ends_with_its_process(calls: Path, killed: bool) -> None:
 
 
 @pytest.mark.parametrize("refuses", ["", "quit"])
-def test_a_service_that_was_left_behind_is_ended_by_the_next_start(
+def test_the_next_start_ends_an_mps_daemon_whose_owner_died_and_no_other(
     calls: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    """Even if the daemon does not answer `quit`; a service whose owner lives is not touched."""
-    left, living = Owner(), Owner()
-    os.kill(left.keeper, signal.SIGKILL)
-    until(lambda: is_gone(left.keeper))
-    left.process.kill()
-    left.process.wait()
-    assert not is_gone(left.daemon)
+    """Even if the daemon does not answer `quit`."""
+    abandoned, running = Owner(), Owner()
+    os.kill(abandoned.keeper, signal.SIGKILL)
+    wait_until(lambda: is_gone(abandoned.keeper))
+    abandoned.process.kill()
+    abandoned.process.wait()
+    assert not is_gone(abandoned.daemon)
     monkeypatch.setenv("MPS_REFUSES", refuses)
     following = Owner()
-    assert is_gone(left.daemon) and not left.pipes.exists()
-    assert not is_gone(living.daemon) and (living.pipes / "control").exists()
+    assert is_gone(abandoned.daemon) and not abandoned.pipes.exists()
+    assert not is_gone(running.daemon) and (running.pipes / "control").exists()
     assert commands(calls) == ["-d", "-d", "quit -t 5", "-d"]
-    for owner in (living, following):
+    for owner in (running, following):
         owner.process.kill()
         owner.process.wait()
-        until(lambda owner=owner: not owner.pipes.exists())  # type: ignore[misc]
+        wait_until(lambda owner=owner: not owner.pipes.exists())  # type: ignore[misc]
         if not is_gone(owner.daemon):
             os.kill(owner.daemon, signal.SIGKILL)
 
 
-def test_a_service_through_which_no_gpu_opens_is_ended(calls: Path, tmp_path: Path) -> None:
+def test_the_mps_daemon_is_ended_if_no_gpu_can_be_opened_through_it(calls: Path, tmp_path: Path) -> None:
     assert mps.start(lambda: "CUDA error 805") == "CUDA error 805"
     assert commands(calls) == ["-d", "quit -t 5"]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_service_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_start_returns_the_reason_why_the_mps_daemon_did_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MPS_REFUSES", "-d")
     assert mps.start() == "nvidia-cuda-mps-control -d ended with code 1: cannot -d"
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -148,22 +152,24 @@ def notes(mps_key: str = "auto", mode: str = "fully_async") -> list[str]:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One GPU and a torch for it; whether the service was started."""
+def mps_starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Pretends that torch is built for CUDA; the list gets an entry when MPS is started."""
     found: list[bool] = []
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(mps, "start", lambda: found.append(True))
     return found
 
 
-def test_a_run_whose_processes_share_a_gpu_starts_it(started: list[bool]) -> None:
+def test_a_run_whose_processes_share_a_gpu_starts_mps(mps_starts: list[bool]) -> None:
     (note,) = notes()
-    assert started and note.startswith("student and teacher-math share a GPU: NVIDIA's multi-process service")
+    assert mps_starts and note.startswith(
+        "student and teacher-math share a GPU: NVIDIA's multi-process service"
+    )
 
 
 @pytest.mark.parametrize("why", ["off", "sync", "no GPU", "runs already", "CPU torch"])
-def test_a_run_that_does_not_need_it_is_silent(
-    started: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+def test_a_run_that_does_not_need_or_cannot_use_mps_neither_starts_nor_mentions_it(
+    mps_starts: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
     if why == "no GPU":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -173,11 +179,11 @@ def test_a_run_that_does_not_need_it_is_silent(
     elif why == "CPU torch":
         monkeypatch.setattr(torch.version, "cuda", None)
     assert notes("off" if why == "off" else "auto", "sync" if why == "sync" else "fully_async") == []
-    assert not started
+    assert not mps_starts
 
 
-def test_a_run_that_goes_without_says_what_it_would_gain(
-    started: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_cannot_start_mps_notes_the_reason_and_the_speedup_it_misses(
+    mps_starts: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "start", lambda: "nvidia-cuda-mps-control is not on PATH")
     (note,) = notes()

@@ -1,4 +1,4 @@
-"""A supervisor's folder outlives a kill -9; the next supervisor on the machine removes it, and only such."""
+"""A supervisor's folder outlives a SIGKILL; the next supervisor on the machine removes it and no other folder."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 
@@ -34,28 +34,30 @@ def owner() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_what_a_killed_supervisor_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
-    lives, its_folder = owner()
-    killed, left = owner()
+def test_a_new_supervisor_removes_the_folder_of_a_killed_one_and_keeps_that_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    living, living_folder = owner()
+    killed, abandoned = owner()
     try:
-        assert {its_folder.parent, left.parent} == {tmp_path}
+        assert {living_folder.parent, abandoned.parent} == {tmp_path}
         killed.kill()
         killed.wait()
-        assert (left / "teacher-0.log").exists(), "kill -9 leaves it"
-        mine = OwnedFolder(PREFIX, None)
-        assert not left.exists()
-        assert (its_folder / "teacher-0.log").exists() and mine.path.is_dir()
-        mine.close()
-        assert not mine.path.exists()
+        assert (abandoned / "teacher-0.log").exists(), "SIGKILL leaves the folder"
+        own_folder = OwnedFolder(PREFIX, None)
+        assert not abandoned.exists()
+        assert (living_folder / "teacher-0.log").exists() and own_folder.path.is_dir()
+        own_folder.close()
+        assert not own_folder.path.exists()
     finally:
-        for process in (lives, killed):
+        for process in (living, killed):
             process.kill()
             process.communicate()
     remove_abandoned(tmp_path, PREFIX)
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
-def test_what_has_no_mark_and_what_only_points_somewhere_is_left_alone(tmp_path: Path) -> None:
+def test_folders_without_an_owner_file_and_symbolic_links_are_not_removed(tmp_path: Path) -> None:
     unmarked = tmp_path / f"{PREFIX}unmarked"
     unmarked.mkdir()
     (unmarked / "file").touch()

@@ -1,4 +1,4 @@
-"""Seats: sums, nodes, drawings, and what is refused before anything starts."""
+"""Placement of roles on the devices of pools: which device each gets, the drawing, and what is refused."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def places(placement: Placement, role: str, unit: int) -> list[tuple[int, int]]:
     return [(seat.node, seat.device) for seat in placement.of(role, unit)]
 
 
-def test_units_stay_within_nodes() -> None:
+def test_the_devices_of_a_unit_are_on_one_node() -> None:
     placement = place(
         [TWO_NODES], [Claim("teacher-a", "teachers", 2, 3), Claim("teacher-b", "teachers", 2, 1)]
     )
@@ -33,12 +33,12 @@ def test_a_unit_wider_than_a_node_takes_whole_nodes() -> None:
     assert [places(placement, "small", unit) for unit in range(3)] == [[(2, 0)], [(2, 1)], [(3, 0)]]
 
 
-def test_the_leader_is_seated_first() -> None:
+def test_the_claim_that_leads_gets_the_first_devices() -> None:
     placement = place([Pool("m", 1, 4)], [Claim("wide", "m", 1, 2), Claim("student", "m", 2, leads=True)])
     assert [places(placement, "student", rank) for rank in range(2)] == [[(0, 0)], [(0, 1)]]
 
 
-def test_a_smaller_sum_leaves_seats_free_and_the_drawing_shows_them() -> None:
+def test_the_drawing_shows_devices_that_are_free() -> None:
     placement = place([TWO_NODES], [Claim("math", "teachers", 2, 2), Claim("code", "teachers", 1, 1)])
     assert placement.draw("teachers", DeviceKind.GPU) == (
         "pool teachers: 2 nodes × 4 GPUs\n"
@@ -47,7 +47,7 @@ def test_a_smaller_sum_leaves_seats_free_and_the_drawing_shows_them() -> None:
     )
 
 
-def test_too_many_are_counted_out() -> None:
+def test_the_error_about_too_many_claimed_devices_shows_the_sum() -> None:
     claims = [Claim("math", "teachers", 2, 4), Claim("code", "teachers", 1, 2)]
     with pytest.raises(
         ClusterError,
@@ -56,7 +56,7 @@ def test_too_many_are_counted_out() -> None:
         place([TWO_NODES], claims)
 
 
-def test_a_sum_that_fits_may_still_break_a_node() -> None:
+def test_a_unit_that_fits_no_single_node_is_refused_even_if_the_sum_of_devices_fits() -> None:
     with pytest.raises(ClusterError) as caught:
         place(
             [TWO_NODES],
@@ -70,14 +70,14 @@ def test_a_sum_that_fits_may_still_break_a_node() -> None:
     assert "  node 2 │ 0-2 three/2 │ 3 free │" in message
 
 
-def test_widths_that_end_inside_a_node_are_drawn() -> None:
+def test_a_wide_unit_that_would_end_inside_a_node_is_refused_with_a_drawing() -> None:
     with pytest.raises(
         ClusterError, match=r"node 0: 4 of 4 │ node 1: 2 of 4\); use at most 4, or a multiple"
     ):
         place([TWO_NODES], [Claim("math", "teachers", 1, 6)])
 
 
-def test_unknown_pools_empty_claims_and_missing_kinds_are_told_together() -> None:
+def test_unknown_pools_empty_claims_and_missing_device_kinds_are_reported_together() -> None:
     claims = [
         Claim("a", "nowhere", 1),
         Claim("b", "teachers", 0),
@@ -90,14 +90,14 @@ def test_unknown_pools_empty_claims_and_missing_kinds_are_told_together() -> Non
     assert "wants CPUs, and pool teachers has none" in lines[2]
 
 
-def test_gpus_and_cpus_of_a_pool_are_counted_apart() -> None:
+def test_gpus_and_cpus_of_a_pool_are_counted_separately() -> None:
     pool = Pool("all", 1, gpus_per_node=1, cpus_per_node=4)
     placement = place([pool], [Claim("student", "all", 1), Claim("workers", "all", 4, 1, DeviceKind.CPU)])
     assert "1 node × 1 GPU\n  node 0 │ 0 student/0 │" in placement.drawing()
     assert "3 workers/3" in placement.drawing()
 
 
-def test_replicas_join_and_leave() -> None:
+def test_a_replica_gets_the_devices_of_one_that_left() -> None:
     claim = Claim("math", "teachers", 3, 2)
     placement = place([TWO_NODES], [claim])
     placement = placement.with_unit(claim, 3)
@@ -108,7 +108,7 @@ def test_replicas_join_and_leave() -> None:
     assert places(placement, "math", 4) == [(0, 0), (0, 1)]
 
 
-def test_seats_chosen_by_hand_may_share_a_device() -> None:
+def test_seats_given_explicitly_may_share_a_device() -> None:
     chosen = [Seat(role, 0, 0, "m", DeviceKind.GPU, 0, 0) for role in ("student", "teacher-a")]
     placement = place([Pool("m", 1, 2)], [Claim("teacher-b", "m", 1)], chosen)
     assert "0 student/0 + teacher-a/0 │ 1 teacher-b/0" in placement.drawing()
@@ -119,7 +119,7 @@ def test_seats_chosen_by_hand_may_share_a_device() -> None:
     per_node=st.integers(1, 8),
     wanted=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8])), min_size=1, max_size=4),
 )
-def test_whatever_is_seated_is_seated_rightly(
+def test_a_placement_uses_each_device_once_and_as_few_nodes_per_unit_as_possible(
     nodes: int, per_node: int, wanted: list[tuple[int, int]]
 ) -> None:
     claims = [Claim(f"r{i}", "p", units, width) for i, (units, width) in enumerate(wanted)]
@@ -127,9 +127,9 @@ def test_whatever_is_seated_is_seated_rightly(
         placement = place([Pool("p", nodes, per_node)], claims)
     except ClusterError:
         return
-    taken = [(seat.node, seat.device) for seat in placement.seats]
-    assert len(taken) == len(set(taken)) == sum(claim.devices for claim in claims)
-    assert all(node < nodes and device < per_node for node, device in taken)
+    used_devices = [(seat.node, seat.device) for seat in placement.seats]
+    assert len(used_devices) == len(set(used_devices)) == sum(claim.devices for claim in claims)
+    assert all(node < nodes and device < per_node for node, device in used_devices)
     for claim in claims:
         for unit in range(claim.units):
             seats = placement.of(claim.role, unit)
@@ -142,13 +142,13 @@ def test_whatever_is_seated_is_seated_rightly(
 
 
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8))
-def test_powers_of_two_always_fit_when_their_sum_does(widths: list[int]) -> None:
+def test_claims_whose_widths_are_powers_of_two_fit_whenever_their_sum_does(widths: list[int]) -> None:
     claims = [Claim(f"r{i}", "p", 1, width) for i, width in enumerate(widths)]
     nodes = -(-sum(widths) // 8)
     assert len(place([Pool("p", nodes, 8)], claims).seats) == sum(widths)
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+def test_visible_gpus_are_found_from_device_files_and_cuda_visible_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""A recipe's problems are all told at once, each with the nearest right key or value."""
+"""All problems of a recipe are reported at once, each with the nearest valid key or value."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def changed(**sections: dict) -> dict:
     return {**GOOD, **{name: {**GOOD.get(name, {}), **values} for name, values in sections.items()}}
 
 
-def test_defaults_are_sound() -> None:
+def test_a_recipe_with_only_the_required_keys_is_accepted() -> None:
     recipe = parse_recipe(GOOD)
     assert recipe.loss.kind == "forward_kl" and recipe.loss.tail == "bucket"
 
@@ -85,7 +85,7 @@ def test_defaults_are_sound() -> None:
         ({"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}}, "`data.train` is missing"),
     ],
 )
-def test_each_problem_explains_itself(table: dict, expected: str) -> None:
+def test_each_invalid_recipe_is_refused_with_its_explanation(table: dict, expected: str) -> None:
     assert expected in problems_of(table)
 
 
@@ -99,13 +99,16 @@ def test_each_problem_explains_itself(table: dict, expected: str) -> None:
         {"loss": {"advantage": "grpo"}},
     ],
 )
-def test_one_session_a_prompt_is_enough_where_something_else_tells_them_apart(sections: dict) -> None:
-    """A critic, the whole batch, several rows of one session (a loop of the user's own), or no rewards at all."""
+def test_one_session_per_prompt_is_accepted_when_advantages_do_not_compare_the_sessions_of_a_prompt(
+    sections: dict,
+) -> None:
+    """The baseline is the whole batch, a critic, or other rows of the session (a user's own loop); or there are no
+    rewards."""
     recipe, problems = examine(changed(data={"reward": "m:f"}, **sections))
     assert recipe is not None and problems == []
 
 
-def test_what_a_missing_section_lacks_is_told_once() -> None:
+def test_an_empty_recipe_reports_each_missing_key_once() -> None:
     with pytest.raises(ConfigError) as found:
         parse_recipe({})
     assert [str(line).partition(";")[0].partition(":")[0] for line in found.value.problems] == [
@@ -115,8 +118,8 @@ def test_what_a_missing_section_lacks_is_told_once() -> None:
     ]
 
 
-def test_every_problem_is_told_at_once() -> None:
-    """Those only a whole-section or cross-section check can find are not hidden by a misspelt key."""
+def test_all_problems_of_a_recipe_are_reported_together() -> None:
+    """A misspelt key does not hide the problems that only a whole-section or cross-section check finds."""
     text = problems_of(
         changed(student={"modle": "x"}, loss={"topk": "8", "task_coef": 1.0}, trainer={"steps": -1})
     )
@@ -124,7 +127,7 @@ def test_every_problem_is_told_at_once() -> None:
         assert expected in text
 
 
-def test_whole_numbers_pass_as_floats_and_nothing_else_is_coerced() -> None:
+def test_integers_are_accepted_as_floats_but_not_floats_as_integers() -> None:
     assert parse_recipe(changed(loss={"distill_coef": 2})).loss.distill_coef == 2.0
     assert "trainer.batch_size" in problems_of(changed(trainer={"batch_size": 4.0}))
 
@@ -132,7 +135,7 @@ def test_whole_numbers_pass_as_floats_and_nothing_else_is_coerced() -> None:
 @pytest.mark.parametrize(
     "word", ["run.loggers=[wandb]", "data.train=[a.jsonl,b.jsonl]", "teachers={a={model=x}}"]
 )
-def test_lists_without_their_quotes_are_told_so(word: str) -> None:
+def test_an_override_whose_quotes_the_shell_removed_is_refused_with_that_hint(word: str) -> None:
     """A shell removes the quotes of run.loggers=["wandb"]."""
     with pytest.raises(ConfigError, match=r"is not TOML \(a shell removes quotes\)"):
         apply_overrides({}, [word])
@@ -142,14 +145,14 @@ def test_lists_without_their_quotes_are_told_so(word: str) -> None:
 
 
 @pytest.mark.parametrize("name", ['teachers."a.b".model', "teachers.'a.b'.model", 'teachers . "a.b" . model'])
-def test_a_quoted_name_in_an_override_may_hold_dots(name: str) -> None:
+def test_a_quoted_name_in_an_override_may_contain_dots(name: str) -> None:
     table: dict[str, Any] = {}
     apply_overrides(table, [f"{name}=x", "teachers.plain.model=y"])
     assert table == {"teachers": {"a.b": {"model": "x"}, "plain": {"model": "y"}}}
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("teachers..model=x", "teachers..model has an empty name beside a dot"),
         (".steps=3", ".steps has an empty name"),
@@ -157,19 +160,19 @@ def test_a_quoted_name_in_an_override_may_hold_dots(name: str) -> None:
         ('teachers."a.model=x', 'teachers."a.model is not a key'),
     ],
 )
-def test_names_that_are_empty_or_half_quoted_are_refused(word: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_override_names_that_are_empty_or_half_quoted_are_refused(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         apply_overrides({}, [word])
 
 
-def test_a_recipe_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> None:
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_bytes(b'\xef\xbb\xbf[student]\r\nmodel = "m"\r\n')
     assert read_tables(path)["student"] == {"model": "m"}
 
 
 @pytest.mark.parametrize("name", ["", "math/easy", "code+math", "a\nb", "t" * 101])
-def test_a_teachers_name_must_do_as_a_part_of_file_names(name: str) -> None:
+def test_a_teachers_name_must_be_usable_in_file_names(name: str) -> None:
     _, problems = examine(GOOD | {"teachers": {name: {"model": "m"}}})
     assert len(problems) == 1 and "logs and metrics carry a teacher's name" in problems[0]
     for fine in ("a b", "..", "ü", "math.easy", "t" * 100):
@@ -177,7 +180,7 @@ def test_a_teachers_name_must_do_as_a_part_of_file_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         (f"run.seed={1 << 64}", "`run.seed` = 18446744073709551616: expected a whole number of at least 0"),
         ("rollout.temperature=1e-300", "temperature = 1e-300 makes logits overflow; write 0"),
@@ -185,17 +188,19 @@ def test_a_teachers_name_must_do_as_a_part_of_file_names(name: str) -> None:
         (f"student.model={'x' * 300}", "File name too long"),
     ],
 )  # fmt: skip
-def test_values_that_used_to_fail_in_the_run_or_with_a_raw_error(
-    tmp_path: Path, word: str, told: str
+def test_values_that_used_to_fail_during_the_run_or_with_a_raw_error_are_refused(
+    tmp_path: Path, word: str, message: str
 ) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[student]\nmodel = "m"\n[teachers.t]\nmodel = "m"\n[data]\ntrain = "d.jsonl"\n')
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_recipe(path, [word])
     assert load_recipe(path, [f"run.seed={(1 << 64) - 1}"]).run.seed == (1 << 64) - 1
 
 
-def test_overrides_and_paths(tmp_path: Path) -> None:
+def test_loading_a_recipe_applies_overrides_resolves_paths_and_reports_unreadable_files(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "d.jsonl").write_text("{}")
     recipe = tmp_path / "r.toml"
@@ -216,7 +221,7 @@ def test_overrides_and_paths(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.toml")
 
 
-def test_errors_survive_a_process_boundary() -> None:
+def test_a_config_error_keeps_its_problems_when_pickled() -> None:
     import pickle
 
     error = ConfigError(["a", "b"])
@@ -226,7 +231,7 @@ def test_errors_survive_a_process_boundary() -> None:
 @pytest.mark.parametrize(
     "given", [["trainer.steps=3", "trainer.passes=1"], {"trainer.steps": 3, "trainer.passes": 1.0}]
 )
-def test_two_lengths_are_refused_and_one_replaces_the_recipes(given: Any) -> None:
+def test_overriding_both_steps_and_passes_is_refused_and_one_replaces_the_other(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"both trainer.steps and trainer.passes are given; keep one"):
         apply_overrides(changed(trainer={"steps": 5}), given)
     table = changed(trainer={"steps": 5})
@@ -234,8 +239,8 @@ def test_two_lengths_are_refused_and_one_replaces_the_recipes(given: Any) -> Non
     assert table["trainer"] == {"passes": 2}
 
 
-def test_days_without_quotes_are_text() -> None:
-    """TOML has dates of its own, and recipe.json has none."""
+def test_toml_dates_and_times_become_strings() -> None:
+    """TOML has dates, and recipe.json has none."""
     text = "template_date = 2025-07-26\n[template_options]\nday = 2025-07-26\nothers = [{at = 07:32:00}]"
     recipe = parse_recipe(changed(rollout=tomllib.loads(text)))
     assert recipe.rollout.template_date == "2025-07-26"

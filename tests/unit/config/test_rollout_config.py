@@ -1,4 +1,4 @@
-"""`[rollout]`: what each engine needs, and what it cannot do, told before anything starts."""
+"""`[rollout]`: what each engine needs and what it cannot do, reported before anything starts."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def recipe(loss: dict | None = None, run: dict | None = None, **rollout: object)
         (recipe(engine="vllm", top_p=0.9, loss={"signal": "at_ids"}), "leave rollout.top_p out"),
     ],
 )
-def test_refusals_explain_themselves(table: dict, expected: str) -> None:
+def test_each_invalid_rollout_setting_is_refused_with_its_explanation(table: dict, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_recipe(table)
     assert expected in str(caught.value)
@@ -65,16 +65,16 @@ def test_refusals_explain_themselves(table: dict, expected: str) -> None:
         recipe(agent="tool", agent_options={"tool": {"tools": ["calculator"], "max_turns": 3}}, workers=2),
     ],
 )
-def test_sound_settings_pass(table: dict) -> None:
+def test_valid_rollout_settings_are_accepted_unchanged(table: dict) -> None:
     rollout = parse_recipe(table).rollout.model_dump()
     assert {key: rollout[key] for key in table["rollout"]} == table["rollout"]
 
 
-def test_the_loops_a_recipe_may_name_are_those_that_ship() -> None:
+def test_the_agent_loops_a_recipe_may_name_are_the_built_in_ones() -> None:
     assert set(AGENTS) == set(LOOPS)
 
 
-def test_the_interpreter_of_vllm_and_the_token_are_looked_for() -> None:
+def test_a_missing_vllm_interpreter_or_server_token_is_refused() -> None:
     rollout = parse_recipe(recipe(engine="vllm")).rollout
     with pytest.raises(ConfigError, match=r"set rollout\.vllm_python"):
         vllm_python(rollout, {})

@@ -1,4 +1,4 @@
-"""`rollout.processes`: what fits together and what is refused."""
+"""`rollout.processes`: valid and contradictory settings."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from understudy.config.rollout import RolloutConfig
 
 
-def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
+def test_the_engine_is_in_the_trainers_process_by_default() -> None:
     assert RolloutConfig().processes == 0
     assert RolloutConfig(processes=2, devices=["0", "1"]).devices == ["0", "1"]
 
@@ -22,6 +22,6 @@ def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
         ({"processes": -1}, "greater than or equal to 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_process_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**settings)

@@ -1,4 +1,4 @@
-"""The JSON schema of recipes: complete, current, and of one mind with the config models on what ships."""
+"""The JSON schema of recipes: complete, current, and consistent with the config models."""
 
 import re
 import tomllib
@@ -38,22 +38,22 @@ def accepts(table: dict[str, Any]) -> bool:
     return bool(jsonschema.Draft7Validator(SCHEMA).is_valid(table))
 
 
-def test_the_shipped_file_is_current() -> None:
+def test_the_shipped_schema_file_is_current() -> None:
     assert SHIPPED.read_text() == schema_text(), f"run: understudy schema > {SHIPPED.relative_to(ROOT)}"
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert capsys.readouterr().out == schema_text()
 
 
-def test_it_is_a_schema() -> None:
+def test_the_schema_is_valid_json_schema_without_references_and_nulls() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     assert "$ref" not in schema_text() and '"null"' not in schema_text()
 
 
 @pytest.mark.parametrize("path", KEYS)
-def test_every_key_has_type_meaning_and_default(path: str) -> None:
+def test_every_key_in_the_schema_has_a_type_a_description_and_its_default(path: str) -> None:
     found, field = entry(path), KEYS[path]
     assert ("type" in found or "anyOf" in found) and found["description"].strip()
     assert not re.search(r"\s{2}|\n", found["description"])
@@ -65,7 +65,7 @@ def test_every_key_has_type_meaning_and_default(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path) -> None:
+def test_every_shipped_recipe_names_the_schema_and_conforms_to_it(path: Path) -> None:
     text = path.read_text()
     named = re.fullmatch(r"#:schema (\S+)", text.splitlines()[0])
     assert named and (path.parent / named[1]).resolve() == SHIPPED.resolve()
@@ -87,6 +87,6 @@ def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path) -> None:
         {"optimizer": {}},
     ],
 )
-def test_a_wrong_recipe_is_refused_as_by_the_models(wrong: dict[str, Any]) -> None:
+def test_the_schema_and_the_config_models_refuse_the_same_recipes(wrong: dict[str, Any]) -> None:
     assert accepts(SMALL) and not examine(SMALL)[1]
     assert not accepts(SMALL | wrong) and examine(SMALL | wrong)[1]

@@ -1,4 +1,4 @@
-"""A recipe written out as TOML makes the same recipe again."""
+"""A recipe written as TOML loads as an equal recipe."""
 
 from pathlib import Path
 
@@ -27,19 +27,19 @@ ODD = {
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_shipped_recipes_come_back(path: Path, tmp_path: Path) -> None:
+def test_shipped_recipes_written_as_toml_load_as_equal_recipes(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     (tmp_path / "r.toml").write_text(recipe_as_toml(as_tables(recipe)))
     assert load_recipe(tmp_path / "r.toml") == recipe
 
 
-def test_odd_names_and_values_come_back(tmp_path: Path) -> None:
+def test_unusual_names_and_values_written_as_toml_load_as_an_equal_recipe(tmp_path: Path) -> None:
     recipe = parse_recipe(ODD)
     (tmp_path / "r.toml").write_text(recipe_as_toml(as_tables(recipe)))
     assert load_recipe(tmp_path / "r.toml") == recipe
 
 
-def test_the_command_prints_a_recipe_with_every_key(
+def test_plan_with_toml_prints_a_recipe_with_every_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = ROOT / "src/understudy/assets/quickstart/recipe.toml"

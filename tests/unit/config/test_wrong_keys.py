@@ -1,4 +1,4 @@
-"""A wrong key is answered with the right one, or with the difference; never with one that means something else."""
+"""A wrong key is answered with the right one or with the difference, and never with a key of another meaning."""
 
 import re
 
@@ -29,7 +29,7 @@ def keys_in(answer: str) -> list[str]:
     )
 
 
-def test_every_key_that_a_synonym_leads_to_exists() -> None:
+def test_every_key_to_which_a_synonym_points_exists() -> None:
     named = 0
     for name, answer in {**KEYS, **FAMILIES}.items():
         for path in keys_in(answer):
@@ -39,8 +39,8 @@ def test_every_key_that_a_synonym_leads_to_exists() -> None:
     assert len(KEYS) >= 80 and named > 200
 
 
-def test_a_synonym_is_no_key_of_ours() -> None:
-    """Else it would never be looked up, or hide the key it is."""
+def test_no_synonym_is_itself_a_key_of_a_recipe() -> None:
+    """Otherwise it would never be looked up, or it would hide the key."""
     ours = dict(fields(Recipe))
     assert not [name for name in KEYS if name in ours]
     for name in KEYS:
@@ -49,7 +49,7 @@ def test_a_synonym_is_no_key_of_ours() -> None:
         assert kind is None or kind.section is None or key not in kind.section.model_fields, name
 
 
-def test_every_value_that_a_synonym_leads_to_is_one() -> None:
+def test_every_value_to_which_a_synonym_points_is_allowed() -> None:
     paths = dict(fields(Recipe))
     for end, synonyms in VALUES.items():
         fitting = [field for path, field in paths.items() if path == end or path.endswith(f".{end}")]
@@ -101,13 +101,15 @@ def test_every_value_that_a_synonym_leads_to_is_one() -> None:
         ("loss.advantage=ppo", "did you mean 'gae'?", "grpo'?"),
     ],
 )
-def test_what_users_of_other_projects_write_first(written: str, right: str, wrong: str) -> None:
+def test_keys_and_values_of_other_projects_are_answered_with_ours(
+    written: str, right: str, wrong: str
+) -> None:
     line = refusals(written)[0]
     assert right in line
     assert not wrong or wrong not in line
 
 
-def test_a_table_of_another_project_is_answered_key_by_key() -> None:
+def test_each_key_of_another_projects_table_is_answered_separately() -> None:
     lines = refusals("actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.temperature=1")
     assert lines == [
         "unknown key `actor_rollout_ref.actor.ppo_epochs`; it is `trainer.epochs` here",
@@ -115,7 +117,7 @@ def test_a_table_of_another_project_is_answered_key_by_key() -> None:
     ]
 
 
-def test_no_answer_lists_a_section() -> None:
+def test_the_answer_to_an_unknown_key_does_not_list_a_whole_section() -> None:
     lines = refusals("trainer.foo=1", "trainer.eval_foo=1", "rollout.bar=2", "baz.qux=3", "gpus=3")
     assert "unknown key `trainer.foo`; `understudy keys trainer` lists all" in lines
     assert any("keys like it: `trainer.eval_every`" in line for line in lines)
@@ -128,8 +130,9 @@ PHRASES = re.compile(
 
 
 @pytest.mark.parametrize("path", [path for path, _ in fields(Recipe)])
-def test_wrong_values_are_told_in_our_words(path: str) -> None:
-    """A text, a number, a list, a table, a truth and a number out of range for every key: what is refused is said plainly."""
+def test_errors_about_wrong_values_contain_no_phrases_of_pydantic(path: str) -> None:
+    """Each key gets a string, numbers in and out of range, lists, a table and a boolean; refusals are in our
+    own words."""
     key = path.replace("NAME", "t" if path.startswith("teachers") else "p")
     refused = 0
     for value in (
@@ -160,7 +163,7 @@ def test_wrong_values_are_told_in_our_words(path: str) -> None:
 
 
 @pytest.mark.parametrize("section", list(Recipe.model_fields))
-def test_a_value_where_a_section_belongs(section: str) -> None:
+def test_a_value_in_place_of_a_section_is_refused(section: str) -> None:
     for value in ("3", '"x"', "[1]"):
         table = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
         apply_overrides(table, [f"{section}={value}"])
@@ -189,5 +192,5 @@ def test_a_value_where_a_section_belongs(section: str) -> None:
         ("cluster.roles.foo=x", "unknown key `cluster.roles.foo`; cluster.roles takes 'student', 'rollout', 'workers' or 'critic'"),
     ],
 )  # fmt: skip
-def test_wrong_values_word_for_word(written: str, line: str) -> None:
+def test_exact_messages_about_wrong_values(written: str, line: str) -> None:
     assert line in refusals(written)

@@ -1,7 +1,7 @@
-"""A trainer in small, to be killed: its weights are the list of the rows it was trained on.
+"""A minimal trainer that tests kill: its weights are the list of the rows it was trained on.
 
-It resumes from its last checkpoint as the real one does, takes steps until the last, and tells the parent every
-fact the data plane has acknowledged. Cells follow from the key, so a torn or mixed row cannot pass.
+It resumes from its last checkpoint as the real one does, takes steps until the last, and reports to the parent
+what the data plane has acknowledged. Cells are computed from the key, so an incomplete or mixed row is found.
 """
 
 from __future__ import annotations

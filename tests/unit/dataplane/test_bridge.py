@@ -1,4 +1,4 @@
-"""Bridged functions: plain with columns, and by name with a meta; only names travel."""
+"""Bridged functions: plain functions when given columns; given a meta, only keys and field names travel."""
 
 import asyncio
 import importlib.util
@@ -49,14 +49,16 @@ def run(tmp_path: Path, body: Any) -> None:
     asyncio.run(whole())
 
 
-def test_with_columns_it_is_the_plain_function() -> None:
+def test_a_bridged_function_called_with_columns_is_the_plain_function() -> None:
     columns: ColumnDict = {"tokens": Jagged.from_rows([torch.tensor([5, 6])])}
     assert count(columns, scale=3)["length"] == [6]
     assert asyncio.run(total(columns)) == 11
     assert count.__name__ == "count"
 
 
-def test_with_a_meta_columns_are_fetched_and_written_back(tmp_path: Path) -> None:
+def test_a_bridged_function_called_with_a_meta_fetches_columns_and_writes_results_back(
+    tmp_path: Path,
+) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta = BatchMeta("train", KEYS, ("tokens",))
         with bridging(plane):
@@ -67,18 +69,18 @@ def test_with_a_meta_columns_are_fetched_and_written_back(tmp_path: Path) -> Non
         assert found["length"] == [20, 30]
         assert found["doubled"].values.tolist() == [0, 2, 0, 2, 4]  # type: ignore[union-attr]
         half = found["half"].values  # type: ignore[union-attr]
-        assert half.view(torch.bfloat16).tolist() == [[1.0, 1.0]] * 5, "bfloat16 travels as its bits"
+        assert half.view(torch.bfloat16).tolist() == [[1.0, 1.0]] * 5, "bfloat16 is stored as its bits"
 
     run(tmp_path, body)
 
 
-def test_sync_bodies_leave_the_event_loop_free(tmp_path: Path) -> None:
+def test_a_synchronous_bridged_function_does_not_block_the_event_loop(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         ticked = threading.Event()
 
         @bridged("tokens")
         def slow(columns: ColumnDict) -> ColumnDict:
-            assert ticked.wait(5), "the loop did not run meanwhile"
+            assert ticked.wait(5), "the event loop did not run while the function waited"
             return {}
 
         with bridging(plane):
@@ -90,7 +92,7 @@ def test_sync_bodies_leave_the_event_loop_free(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_from_a_thread_it_blocks_until_done(tmp_path: Path) -> None:
+def test_a_bridged_function_called_from_a_thread_blocks_until_it_is_done(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         with bridging(plane):
             counted = await asyncio.to_thread(count, BatchMeta("train", KEYS))
@@ -100,7 +102,7 @@ def test_from_a_thread_it_blocks_until_done(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_lease_fences_the_write(tmp_path: Path) -> None:
+def test_a_bridged_function_called_with_a_released_lease_raises_lease_lost(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         lease = await plane.claim("train", 2)
         with bridging(plane):
@@ -113,7 +115,7 @@ def test_a_lease_fences_the_write(tmp_path: Path) -> None:
 
 
 class Meter:
-    """Functions on columns as methods, as a worker has them."""
+    """Bridged functions as methods, as a worker class has them."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
@@ -137,7 +139,7 @@ def after(scale: int, columns: ColumnDict) -> ColumnDict:
     return {"length": [len(row) * scale for row in columns["tokens"]]}
 
 
-def test_methods_and_metas_in_any_argument(tmp_path: Path) -> None:
+def test_bridged_methods_and_functions_accept_a_meta_or_lease_in_any_argument(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta, meter = BatchMeta("train", KEYS, ("tokens",)), Meter(10)
 
@@ -176,7 +178,7 @@ async def extras_of(columns: ColumnDict, *, extra: dict[str, Any]) -> Any:
     return list(extra.items())
 
 
-def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_answer(tmp_path: Path) -> None:
+def test_the_extra_values_of_a_meta_reach_the_function_and_stay_in_the_result(tmp_path: Path) -> None:
     async def body(plane: EmbeddedDataPlane) -> None:
         meta = BatchMeta("train", KEYS, ("tokens",), extra={"factor": 7})
         with bridging(plane):
@@ -184,7 +186,9 @@ def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_ans
             assert answer.extra == {"factor": 7}
             assert (await plane.get(answer, ("length",)))["length"] == [14, 21]
             assert await extras_of(meta) == [("factor", 7)]
-            assert await extras_of(meta, extra={"own": 1}) == [("own", 1)], "the caller's own comes first"
+            assert await extras_of(meta, extra={"own": 1}) == [("own", 1)], (
+                "the caller's argument takes precedence"
+            )
             assert (await scaled(meta, {"factor": 2})).fields[-1] == "length"
             assert (await plane.get(answer, ("length",)))["length"] == [4, 6]
 
@@ -202,20 +206,20 @@ def test_a_meta_of_no_rows_gives_empty_columns(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -> None:
+def test_bridged_functions_accept_metas_of_transfer_queue_in_any_argument(tmp_path: Path) -> None:
     # Not "transfer_queue" alone: without the package that would be the folder of tests beside this file.
     pytest.importorskip("transfer_queue.metadata")
     import transfer_queue as queue
 
     async def body(plane: EmbeddedDataPlane) -> None:
-        theirs = queue.KVBatchMeta(
+        queue_meta = queue.KVBatchMeta(
             keys=list(KEYS), tags=[{}, {}], partition_id="train", fields=["tokens"], extra_info={"factor": 3}
         )
         with bridging(plane):
-            answer = await Meter(10).measure(data=theirs)
+            answer = await Meter(10).measure(data=queue_meta)
             assert isinstance(answer, queue.KVBatchMeta) and answer.fields == ["tokens", "length"]
-            assert answer.extra_info == {"factor": 3} and await extras_of(theirs) == [("factor", 3)]
-            assert (await after(2, theirs)).keys == list(KEYS)
+            assert answer.extra_info == {"factor": 3} and await extras_of(queue_meta) == [("factor", 3)]
+            assert (await after(2, queue_meta)).keys == list(KEYS)
             none = queue.KVBatchMeta(keys=[], tags=[])
             assert (await after(2, none)).fields == ["length"]
             assert (await after(columns=queue.BatchMeta.empty(), scale=2)).size == 0
@@ -223,7 +227,7 @@ def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -
     run(tmp_path, body)
 
 
-def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
+def test_wrong_uses_of_bridged_functions_raise_errors_that_say_what_to_do(tmp_path: Path) -> None:
     meta = BatchMeta("train", KEYS)
     with pytest.raises(DataPlaneError, match="bridging"):
         count(meta)
@@ -252,7 +256,7 @@ def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_bridged_columns_example_runs_and_gives_the_expected_values(tmp_path: Path) -> None:
     path = Path(__file__).parents[3] / "examples" / "bridged_columns.py"
     spec = importlib.util.spec_from_file_location("bridged_columns", path)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""Filters and penalties, against the definitions in the DAPO paper."""
+"""Group filters and the overlong penalty, compared with the definitions in the DAPO paper."""
 
 import math
 
@@ -22,7 +22,9 @@ from understudy.types.prompt import split_key
         ("plain", ("plain", -1, -1)),
     ],
 )
-def test_keys_of_another_form_are_their_own_prompt(key: str, parts: tuple[str, int, int]) -> None:
+def test_a_key_without_session_and_turn_numbers_is_its_own_prompt(
+    key: str, parts: tuple[str, int, int]
+) -> None:
     assert split_key(key) == parts
 
 
@@ -43,7 +45,9 @@ def test_a_group_whose_rewards_are_all_equal_has_no_signal(rewards: list[float],
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 12_000))
-def test_the_soft_penalty_is_the_papers_formula(buffer: int, more: int, length: int) -> None:
+def test_the_overlong_penalty_follows_the_formula_of_the_dapo_paper(
+    buffer: int, more: int, length: int
+) -> None:
     longest = buffer + more
     if length <= longest - buffer:
         expected = 0.0
@@ -54,7 +58,7 @@ def test_the_soft_penalty_is_the_papers_formula(buffer: int, more: int, length: 
     assert overlong_penalty(length, longest, buffer) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_buffer_outside_the_length_is_refused() -> None:
+def test_an_overlong_buffer_of_zero_or_beyond_the_maximum_length_is_refused() -> None:
     for buffer in (0, 11):
         with pytest.raises(ValueError, match="max_length=10"):
             overlong_penalty(5, 10, buffer)

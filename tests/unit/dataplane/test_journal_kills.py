@@ -1,7 +1,7 @@
-"""kill -9 at named places and at random moments: what was acknowledged is there, every row is trained exactly once.
+"""SIGKILL at named points and at random moments: what was acknowledged is kept, every row is trained exactly once.
 
 Zero failures in n random trials bound the failure rate at 95 % confidence by 1 − 0.05^(1/n): 8 trials ≤ 31 %,
-300 trials ≤ 1 %. The named points strike between every two writes and are not a matter of luck.
+300 trials ≤ 1 %. The named points are between every two writes and do not depend on chance.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POINTS = [
 def run_child(
     folder: Path, keep_rows: bool, retain: Retain, fault: str = "", kill_after: float | None = None
 ) -> tuple[list[tuple[str, Any]], int]:
-    """One life of the trainer; what it was told is safe, and how it ended."""
+    """Runs the trainer once; returns what it reported as acknowledged, and its exit code."""
     reader, writer = FORKS.Pipe(duplex=False)
     child = FORKS.Process(
         target=train_until_killed, args=(str(folder), keep_rows, retain.value, fault, writer)
@@ -61,13 +61,13 @@ def run_child(
     child.start()
     writer.close()
     events: list[tuple[str, Any]] = []
-    killing, end = kill_after is not None, time.monotonic() + (60 if kill_after is None else kill_after)
+    kill_expected, end = kill_after is not None, time.monotonic() + (60 if kill_after is None else kill_after)
     while True:
         try:
             if not reader.poll(max(0.0, end - time.monotonic())):
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
-                assert killing, f"the trainer hangs after {events[-3:]}"
+                assert kill_expected, f"the trainer hangs after {events[-3:]}"
                 end += 60
             events.append(reader.recv())
         except EOFError:
@@ -105,7 +105,7 @@ def check_nothing_acknowledged_is_lost(folder: Path, events: list[tuple[str, Any
 
 def check_the_finished_run(folder: Path) -> None:
     expected = [key for step in range(1, STEPS + 1) for key in keys_of(step) if not is_poison(key)]
-    assert load_checkpoint(folder)["weights"] == expected, "every row once, in order"
+    assert load_checkpoint(folder)["weights"] == expected, "every row is trained once, in order"
     report = audit(folder)
     poison = [key for step in range(1, STEPS + 1) for key in keys_of(step) if is_poison(key)]
     assert (
@@ -119,20 +119,20 @@ def check_the_finished_run(folder: Path) -> None:
         for line in (folder / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
     ]
     assert sorted(letters) == poison
-    assert not list((folder / "dataplane" / "spill").iterdir()), "settled columns leave no files behind"
+    assert not list((folder / "dataplane" / "spill").iterdir()), "files of settled columns are deleted"
 
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("keep_rows", [False, True])
-def test_killed_at_a_named_point_and_again_at_the_same_one(
+def test_a_trainer_killed_twice_at_a_named_point_loses_nothing_and_trains_each_row_once(
     tmp_path: Path, point: str, keep_rows: bool
 ) -> None:
-    lives = 0
+    kills = 0
     for passage in (1, 3):
         events, code = run_child(tmp_path, keep_rows, Retain.UNTIL_SETTLED, f"{point}:{passage}")
-        lives += code == -signal.SIGKILL
+        kills += code == -signal.SIGKILL
         check_nothing_acknowledged_is_lost(tmp_path, events)
-    assert lives, f"{point} was never passed: this test proves nothing"
+    assert kills, f"{point} was never passed: this test proves nothing"
     assert run_child(tmp_path, keep_rows, Retain.UNTIL_SETTLED)[1] == 0
     check_the_finished_run(tmp_path)
 
@@ -151,11 +151,13 @@ def check_one_random_trial(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
+def test_a_trainer_killed_at_random_moments_loses_nothing_and_trains_each_row_once(
+    tmp_path: Path, seed: int
+) -> None:
     check_one_random_trial(tmp_path, seed)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(1000, 1300))
-def test_killed_at_random_moments_many_times(tmp_path: Path, seed: int) -> None:
+def test_a_trainer_killed_at_random_moments_in_300_trials_loses_nothing(tmp_path: Path, seed: int) -> None:
     check_one_random_trial(tmp_path, seed)

@@ -1,4 +1,4 @@
-"""Kept rows: a uniform sample and the worst rows, within a byte budget, alike after kills and resumes."""
+"""Kept rows: a uniform sample and the worst rows, within a byte budget, equal after kills and resumes."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def lines(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     ]
 
 
-def test_a_step_gives_a_sample_and_its_worst() -> None:
+def test_a_step_keeps_a_random_sample_and_the_rows_with_the_highest_kl() -> None:
     kls: list[float | None] = [float(n) for n in range(128)]
     kls[127] = None
     kls[126] = float("nan")
@@ -57,7 +57,7 @@ def test_a_step_gives_a_sample_and_its_worst() -> None:
     assert choose(3, KEYS, kls) == chosen != choose(4, KEYS, kls)
 
 
-def test_the_sample_is_uniform() -> None:
+def test_the_sample_of_kept_rows_is_uniform() -> None:
     counted = np.zeros(len(KEYS))
     for step in range(2000):
         for i in sorted(range(len(KEYS)), key=lambda i: kept_rows.place_of(step, KEYS[i]))[:A_STEP]:
@@ -66,7 +66,7 @@ def test_the_sample_is_uniform() -> None:
     assert abs(counted - expected).max() < 6 * np.sqrt(expected)
 
 
-def test_columns_come_back_with_the_tail_and_without_hidden_states(tmp_path: Path) -> None:
+def test_kept_columns_have_the_tail_mass_and_no_hidden_states(tmp_path: Path) -> None:
     keeper = RowKeeper(tmp_path / "kept", 1 << 20)
     keeper.write(1, [({"key": "a", "kl": 1.0, "why": "sample"}, columns(9, k=40))])
     ((step, line),) = lines(tmp_path / "kept")
@@ -76,7 +76,7 @@ def test_columns_come_back_with_the_tail_and_without_hidden_states(tmp_path: Pat
     assert found["tail"] == pytest.approx(1 - np.exp(given["teacher_topk_logprobs"]).sum(1), abs=1e-6)
 
 
-def test_the_budget_holds_and_both_kinds_stay(tmp_path: Path) -> None:
+def test_kept_rows_stay_within_the_budget_and_include_sampled_and_worst_rows(tmp_path: Path) -> None:
     folder, budget = tmp_path / "kept", 200_000
     keeper = RowKeeper(folder, budget)
     for first in range(1, 61, 10):
@@ -92,22 +92,22 @@ def test_the_budget_holds_and_both_kinds_stay(tmp_path: Path) -> None:
         assert len(read_columns(folder, step, line)["tokens"]) == 20
 
 
-def test_a_resumed_run_keeps_the_same_rows(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_same_rows_as_an_uninterrupted_one(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     keeper = RowKeeper(one, 1 << 20)
     fill(keeper, range(1, 31))
-    fill(RowKeeper(two, 1 << 20), range(1, 26))  # killed at 25; its checkpoint is of step 20
+    fill(RowKeeper(two, 1 << 20), range(1, 26))  # killed at step 25; its last checkpoint is of step 20
     fill(RowKeeper(two, 1 << 20, last_step=20), range(21, 31))
     assert files(one) == files(two)
 
 
-def test_a_row_above_a_steps_share_is_left_out(tmp_path: Path) -> None:
+def test_a_row_larger_than_a_steps_share_of_the_budget_is_not_kept(tmp_path: Path) -> None:
     keeper = RowKeeper(tmp_path / "kept", 4096)
     fill(keeper, range(1, 3), size=5000)
     assert lines(tmp_path / "kept") == []
 
 
-def test_a_rewritten_row_is_refused(tmp_path: Path) -> None:
+def test_reading_a_kept_row_that_was_modified_raises(tmp_path: Path) -> None:
     fill(RowKeeper(tmp_path, 1 << 20), range(1, 2))
     (_, line), *_ = lines(tmp_path)
     data = bytearray((tmp_path / "000001.rows").read_bytes())
@@ -117,24 +117,24 @@ def test_a_rewritten_row_is_refused(tmp_path: Path) -> None:
         read_columns(tmp_path, 1, line)
 
 
-def test_a_step_within_the_budget_does_not_look_at_the_rows_of_others(
+def test_a_step_within_the_budget_does_not_visit_the_kept_rows_of_other_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run keeps ten thousand rows; going over them at every step took 15 ms."""
+    """A run keeps ten thousand rows; visiting all of them at every step took 15 ms."""
     keeper = RowKeeper(tmp_path / "kept", 1 << 20)
     fill(keeper, range(1, 6))
-    asked: list[int] = []
+    visited_steps: list[int] = []
     counted = kept_rows._Kept.bytes.fget
     monkeypatch.setattr(
-        kept_rows._Kept, "bytes", property(lambda one: asked.append(one.step) or counted(one))
+        kept_rows._Kept, "bytes", property(lambda one: visited_steps.append(one.step) or counted(one))
     )
     fill(keeper, range(6, 7))
-    assert set(asked) == {6}
+    assert set(visited_steps) == {6}
     fill(keeper, range(5, 6))
-    assert set(asked) == {5, 6}
+    assert set(visited_steps) == {5, 6}
 
 
-def test_the_bytes_counted_along_are_those_of_the_files(tmp_path: Path) -> None:
+def test_the_running_byte_count_equals_that_of_the_files(tmp_path: Path) -> None:
     keeper = RowKeeper(tmp_path / "kept", 200_000)
     fill(keeper, range(1, 61))
     fill(keeper, range(50, 55))
@@ -143,8 +143,10 @@ def test_the_bytes_counted_along_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["rows", "new"])
-def test_a_kill_while_a_step_gives_up_rows_does_not_lift_the_budget(tmp_path: Path, written: str) -> None:
-    """The files of one step are replaced one after the other."""
+def test_the_budget_holds_after_a_kill_while_the_files_of_a_step_were_replaced(
+    tmp_path: Path, written: str
+) -> None:
+    """The two files of a step are replaced one after the other, and the kill comes between."""
     folder, budget = tmp_path / "kept", 200_000
     fill(RowKeeper(folder, budget), range(1, 31))
     body = (folder / "000030.rows").read_bytes()

@@ -1,4 +1,4 @@
-"""The audit must be able to fail: every kind of broken accounting is planted, and must be named."""
+"""The audit of a journal: every kind of broken accounting is planted and must be named, so the audit can fail."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ PLANTS: dict[str, tuple[str, Callable[[Any], list[str]], str]] = {
 }
 
 
-def test_a_sound_run_balances(run_dir: Path) -> None:
+def test_the_audit_of_a_correct_run_is_balanced(run_dir: Path) -> None:
     for path in (run_dir, run_dir / "dataplane", run_dir / "dataplane" / "journal.sqlite"):
         report = audit(path)
         assert report.balanced
@@ -113,7 +113,7 @@ def test_a_sound_run_balances(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_broken_accounting_is_named(run_dir: Path, name: str) -> None:
+def test_the_audit_names_the_row_whose_accounting_is_broken(run_dir: Path, name: str) -> None:
     statement, where, key = PLANTS[name]
     plant(run_dir, statement)
     report = audit(run_dir)
@@ -121,7 +121,7 @@ def test_broken_accounting_is_named(run_dir: Path, name: str) -> None:
     assert "NOT BALANCED" in str(report) and key in str(report)
 
 
-def test_the_audit_reads_a_living_run_and_a_dead_one_and_changes_neither(tmp_path: Path) -> None:
+def test_the_audit_reads_running_and_dead_runs_without_changing_their_files(tmp_path: Path) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
         for i in range(20):
@@ -129,7 +129,7 @@ def test_the_audit_reads_a_living_run_and_a_dead_one_and_changes_neither(tmp_pat
             if i == 9:
                 assert audit(tmp_path).in_flight == 10
         before = {path.name: path.read_bytes() for path in (tmp_path / "dataplane").glob("journal.sqlite*")}
-        # Copies of a journal whose writer never closed it are what a dead run leaves behind.
+        # A dead run leaves a journal that was not closed; copies of an open journal are the same.
         dead = tmp_path / "dead"
         dead.mkdir()
         for name in ("journal.sqlite", "journal.sqlite-wal"):
@@ -142,7 +142,7 @@ def test_the_audit_reads_a_living_run_and_a_dead_one_and_changes_neither(tmp_pat
     asyncio.run(body())
 
 
-def test_audit_shows_one_example_of_reasons_that_name_their_rows(
+def test_the_audit_groups_reasons_that_differ_only_in_the_row_and_shows_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def body() -> None:
@@ -162,7 +162,7 @@ def test_audit_shows_one_example_of_reasons_that_name_their_rows(
     assert "1 × DataError: no prompt\n" in output
 
 
-def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_journal_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataPlaneError, match="no journal"):
         audit(tmp_path)
     (tmp_path / "journal.sqlite").write_bytes(b"hello" * 1000)
@@ -172,7 +172,7 @@ def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
         EmbeddedDataPlane.open(tmp_path, **BOUNDS)
 
 
-def test_another_format_is_refused_by_both(run_dir: Path) -> None:
+def test_a_journal_of_another_format_is_refused_by_the_audit_and_by_the_plane(run_dir: Path) -> None:
     plant(run_dir, "UPDATE meta SET value = 99 WHERE name = 'format'")
     with pytest.raises(DataPlaneError, match="format 99"):
         audit(run_dir)
@@ -180,7 +180,7 @@ def test_another_format_is_refused_by_both(run_dir: Path) -> None:
         EmbeddedDataPlane.open(run_dir / "dataplane", **BOUNDS)
 
 
-def test_the_audit_needs_no_torch(run_dir: Path) -> None:
+def test_the_audit_does_not_import_torch(run_dir: Path) -> None:
     program = (
         "import sys, json, pathlib; from understudy.dataplane.ledger import audit; "
         "report = audit(pathlib.Path(sys.argv[1])); "
@@ -192,7 +192,7 @@ def test_the_audit_needs_no_torch(run_dir: Path) -> None:
     assert json.loads(done.stdout)[:2] == [True, False]
 
 
-def test_a_reason_holds_no_secret(tmp_path: Path) -> None:
+def test_secrets_are_removed_from_the_reasons_of_dead_letters(tmp_path: Path) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
         await plane.issue("train", ["0_0_0"], step=1)
@@ -207,7 +207,9 @@ def test_a_reason_holds_no_secret(tmp_path: Path) -> None:
     assert not [one for one in ("pw", "abc", "secret") if one in written]
 
 
-def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_and_markup_in_a_reason_are_printed_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
         await plane.issue("train", ["0_0_0"], step=1)
@@ -224,7 +226,7 @@ def test_a_reason_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("how", ["finished", "killed"])
 def test_another_user_can_audit_a_run(run_dir: Path, how: str) -> None:
-    """A folder of a colleague, or on a disk that is mounted read-only."""
+    """For example a colleague's folder, or one on a disk that is mounted read-only."""
     if how == "killed":
         code = (
             "import asyncio, os, sys; from pathlib import Path; from understudy.dataplane.embedded import EmbeddedDataPlane\n"
@@ -238,11 +240,11 @@ def test_another_user_can_audit_a_run(run_dir: Path, how: str) -> None:
     for folder in (run_dir, *run_dir.parents):
         if folder.stat().st_mode & 0o77 == 0:
             folder.chmod(0o755)
-    other = os.fork()
-    if other == 0:
+    child_pid = os.fork()
+    if child_pid == 0:
         try:
             os.setuid(65534)
             os._exit(0 if audit(run_dir).issued == (8 if how == "killed" else 7) else 1)
         finally:
             os._exit(2)
-    assert os.waitpid(other, 0)[1] == 0
+    assert os.waitpid(child_pid, 0)[1] == 0

@@ -1,4 +1,4 @@
-"""Calls with one row each take short cuts; nothing that can be seen may depend on them."""
+"""Calls with one row each take a fast path; its results must equal those of calls with many rows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,29 +32,31 @@ def run(folder: Path, body: Callable[[Any], Awaitable[Any]], **bounds: Any) -> A
     return asyncio.run(whole())
 
 
-async def seen(plane: Any) -> Any:
+async def rows_and_depth(plane: Any) -> Any:
     depth = await plane.depth("train", fields=("tokens",))
     return await plane.list("train"), depth
 
 
-def test_rows_put_one_by_one_are_the_rows_put_together(tmp_path: Path) -> None:
+def test_rows_put_one_by_one_equal_rows_put_in_one_call(tmp_path: Path) -> None:
     keys = [f"{i:02d}_0_0" for i in range(20)]
     tags = {keys[3]: {"source": "a"}}
 
     async def one_by_one(plane: Any) -> Any:
         for i, key in enumerate(keys):
             await plane.put("train", {key: row_of(i)}, tags={key: tags[key]} if key in tags else None)
-        return await seen(plane)
+        return await rows_and_depth(plane)
 
     async def together(plane: Any) -> Any:
         await plane.put("train", {key: row_of(i) for i, key in enumerate(keys)}, tags=tags)
-        return await seen(plane)
+        return await rows_and_depth(plane)
 
     assert run(tmp_path / "a", one_by_one) == run(tmp_path / "b", together)
-    assert run(tmp_path / "a", seen) == run(tmp_path / "b", seen), "and so after the journal was read"
+    assert run(tmp_path / "a", rows_and_depth) == run(tmp_path / "b", rows_and_depth), (
+        "also after the journal was read again"
+    )
 
 
-def test_columns_of_a_row_that_arrived_alone_are_as_written_also_where_they_spill(tmp_path: Path) -> None:
+def test_columns_of_a_row_put_alone_are_read_back_in_memory_and_from_spill_files(tmp_path: Path) -> None:
     async def write(plane: Any) -> None:
         for i in (5, 400):
             await plane.put("train", {f"{i}_0_0": row_of(i)})
@@ -70,7 +72,9 @@ def test_columns_of_a_row_that_arrived_alone_are_as_written_also_where_they_spil
 
 
 @pytest.mark.parametrize("order", Order)
-def test_claims_of_one_row_follow_the_order_and_are_trained_once(tmp_path: Path, order: Order) -> None:
+def test_claims_of_one_row_follow_the_order_and_each_row_is_trained_once(
+    tmp_path: Path, order: Order
+) -> None:
     keys = ["c_0_0", "a_0_0", "d_0_0", "b_0_0"]
 
     async def body(plane: Any) -> None:
@@ -93,7 +97,7 @@ def test_claims_of_one_row_follow_the_order_and_are_trained_once(tmp_path: Path,
     assert report.balanced and report.trained == 4 and report.in_flight == 0
 
 
-def test_a_claim_of_one_does_not_split_a_group(tmp_path: Path) -> None:
+def test_a_claim_of_one_row_does_not_split_a_group(tmp_path: Path) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", ["p_0_0", "p_1_0"], step=1, group=GroupPolicy.TRAIN_REST)
         for key in ("p_0_0", "p_1_0", "q_0_0"):
@@ -109,8 +113,8 @@ def test_a_claim_of_one_does_not_split_a_group(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_row_whose_status_changed_under_a_lease_leaves_the_line_with_its_ack(tmp_path: Path) -> None:
-    """Written as running again, it is worth waiting for in key order; once trained it must not be waited for."""
+def test_an_acked_row_whose_status_changed_during_its_lease_is_not_waited_for(tmp_path: Path) -> None:
+    """In key order, a claim waits for a row that is running again. Once the row is trained it must not."""
 
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": row_of(1)})
@@ -123,7 +127,7 @@ def test_a_row_whose_status_changed_under_a_lease_leaves_the_line_with_its_ack(t
     run(tmp_path, body)
 
 
-def test_every_claim_sees_a_row_that_another_kind_of_claim_gave_back(tmp_path: Path) -> None:
+def test_a_released_row_can_be_claimed_with_other_fields_and_another_order(tmp_path: Path) -> None:
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": row_of(1)})
         for fields, order in ((("tokens",), Order.KEY), ((), Order.ARRIVAL), (("reward",), Order.KEY)):
@@ -135,7 +139,7 @@ def test_every_claim_sees_a_row_that_another_kind_of_claim_gave_back(tmp_path: P
     run(tmp_path, body)
 
 
-def test_keys_of_any_script_are_counted_once(tmp_path: Path) -> None:
+def test_keys_with_non_ascii_and_escaped_characters_are_counted_once(tmp_path: Path) -> None:
     keys = ['ключ"_0_0', "鍵\\_0_0", "emoji 🙂_0_0"]
 
     async def body(plane: Any) -> None:
@@ -149,8 +153,8 @@ def test_keys_of_any_script_are_counted_once(tmp_path: Path) -> None:
     ).balanced
 
 
-def test_rows_that_differ_in_everything_are_read_back_from_one_commit(tmp_path: Path) -> None:
-    """Rows of other partitions, steps, statuses and groups lie between those that are alike."""
+def test_interleaved_rows_of_different_kinds_in_one_commit_are_read_back_equal(tmp_path: Path) -> None:
+    """Rows of other partitions, steps, statuses and groups are between those that are alike."""
 
     async def fill(plane: Any) -> Any:
         calls = []

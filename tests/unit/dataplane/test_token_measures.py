@@ -1,4 +1,4 @@
-"""Measures per token, held against the formulas written out with exact distributions."""
+"""Measures per token, compared with the formulas computed from exact distributions."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from understudy.dataplane.token_measures import measures, worst_tokens
 
 
 def planted() -> dict[str, object]:
-    """Four written tokens; at the third the teacher wants id 9 and finds the written one unlikely."""
+    """Four written tokens; at the third the teacher prefers id 9 and finds the written token unlikely."""
     own = np.log(np.array([0.5, 0.6, 0.7, 0.4], np.float32))
     return {
         "tokens": np.array([1, 5, 6, 7, 8], np.int32),
@@ -43,7 +43,7 @@ def exact() -> tuple[dict[str, object], np.ndarray, np.ndarray]:
     return columns, p, q
 
 
-def test_measures_are_what_they_say() -> None:
+def test_token_measures_follow_the_formulas_on_exact_distributions() -> None:
     columns, p, q = exact()
     found = measures(columns)
     ids = np.asarray(columns["teacher_ids"])
@@ -58,13 +58,13 @@ def test_measures_are_what_they_say() -> None:
     assert found["version"].tolist() == [2, 3]
 
 
-def test_what_is_not_recorded_is_left_out() -> None:
+def test_measures_whose_columns_are_missing_are_left_out() -> None:
     columns, _, _ = exact()
     bare = {name: columns[name] for name in ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")}
     assert set(measures(bare)) == {"student_surprise", "version"} and worst_tokens(bare) == []
 
 
-def test_the_worst_token_and_what_the_teacher_wanted() -> None:
+def test_worst_tokens_have_the_largest_gap_and_the_token_the_teacher_preferred() -> None:
     (place, token, gap, wanted), second = worst_tokens(planted())
     assert (place, token, wanted) == (2, 7, 9) and gap == pytest.approx(7.5, abs=1e-4)
     assert second[0] == 0 and second[2] == pytest.approx(0.1, abs=1e-4)

@@ -33,7 +33,7 @@ SHAPE = {
 
 
 def make_model(family: str, seed: int = 0) -> Any:
-    """A random model whose logits are spread enough that tokens matter."""
+    """A random model whose logits are spread widely enough that its tokens depend on its input."""
     torch.manual_seed(seed)
     if family == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
@@ -42,7 +42,7 @@ def make_model(family: str, seed: int = 0) -> Any:
     elif family == "gemma3":  # alternating sliding windows
         kinds = ["sliding_attention", "full_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=kinds))
-    elif family == "qwen3-16":  # a head size that kernels like
+    elif family == "qwen3-16":  # a head size that the kernels support
         model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16}, tie_word_embeddings=False))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
@@ -82,8 +82,9 @@ async def tokens_drawn(engine: HFEngine, count: int) -> None:
 def logprobs_over_kept_cache(
     old: Any, new: Any, request: GenerateRequest, generation: Generation, switch: int
 ) -> np.ndarray:
-    """By plain transformers, the log-probabilities of a generation whose first `switch` tokens `old` drew, if `new` continued over
-    the keys and values of `old`. The newest token was drawn before the publish and read after it, so `new` computes its keys."""
+    """By plain transformers, the log-probabilities of a generation whose first `switch` tokens `old` drew, if `new`
+    continued over the keys and values of `old`. The newest token was drawn before the publish and read after it, so
+    `new` computes its keys."""
     ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
     border = len(request.tokens) + switch - 1
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The sampling rule a second time, in plain numpy over one row, without a cache: what the engine must equal."""
+"""An independent implementation of the sampling rule, in numpy, one row at a time and without a cache."""
 
 from typing import Any
 

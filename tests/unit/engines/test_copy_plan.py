@@ -1,4 +1,5 @@
-"""What a weight loader did once is done again without it: the part of live updates that runs inside vLLM."""
+"""The copies made by vLLM's weight loader, recorded once and repeated without the loader, as live updates do in
+vLLM."""
 
 import sys
 from collections.abc import Iterable
@@ -43,19 +44,19 @@ class Scaled(Fused):
 
 
 class Forgetful(Fused):
-    """A loader that leaves a parameter to something other than a copy."""
+    """A loader that does not set every parameter by a copy."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights((name, tensor) for name, tensor in weights if name != "embed")
 
 
-def trained() -> list[tuple[str, Tensor]]:
+def trained_tensors() -> list[tuple[str, Tensor]]:
     torch.manual_seed(0)
     return [*((name, torch.randn(4, 4)) for name in "qkv"), ("embed", torch.randn(5, 4))]
 
 
-def test_copies_are_repeated_from_the_trainer_s_memory_without_the_loader() -> None:
-    model, tensors = Fused(), trained()
+def test_recorded_copies_are_repeated_from_the_trainers_memory_without_the_loader() -> None:
+    model, tensors = Fused(), trained_tensors()
     plan = record_copies(model, tensors)
     assert plan.complete and torch.equal(model.qkv[4:8], tensors[1][1])
     for _, tensor in tensors:
@@ -68,7 +69,7 @@ def test_copies_are_repeated_from_the_trainer_s_memory_without_the_loader() -> N
 
 @pytest.mark.parametrize("kind", [Scaled, Forgetful])
 def test_a_loader_that_does_more_than_copy_runs_every_time(kind: type[Fused]) -> None:
-    model, tensors = kind(), trained()
+    model, tensors = kind(), trained_tensors()
     plan = record_copies(model, tensors)
     assert not plan.complete
     tensors[0][1].add_(1)

@@ -1,4 +1,4 @@
-"""The CPU's own forward pass against transformers', prompt by prompt and token by token."""
+"""The CPU's own forward pass compared with transformers', prompt by prompt and token by token."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def qwen2() -> Any:
 
 
 def llama3() -> Any:
-    """Biases in every product, and rotary positions stretched."""
+    """With biases in every product, and scaled rotary positions."""
     torch.manual_seed(4)
-    turns = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0}
-    turns |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    config = LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=turns)
+    rope = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    config = LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=rope)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def some_rows(equal: bool) -> list[np.ndarray]:
-    """Nine rows, of which several begin alike and two are the same."""
+    """Nine rows, of which several have a common prefix and two are equal."""
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 4) for _ in range(3)]
     tails = [rng.integers(0, VOCAB, 5 if equal else int(rng.integers(1, 9))) for _ in range(8)]
@@ -64,7 +64,7 @@ def some_rows(equal: bool) -> list[np.ndarray]:
 def by_cpu_forward(model: Any, rows: list[np.ndarray], steps: np.ndarray) -> list[torch.Tensor]:
     """Logits [B, V] after the prompts and after each step's tokens."""
     fast = cpu_forward(model, LONGEST)
-    assert isinstance(fast, CpuForward), "this model is one of those that are known"
+    assert isinstance(fast, CpuForward), "this model is supported"
     lengths_B = np.array([len(row) for row in rows])
     width = int(lengths_B.max())
     filling_BT = np.arange(LONGEST) < (width - lengths_B)[:, None]
@@ -82,7 +82,7 @@ def by_cpu_forward(model: Any, rows: list[np.ndarray], steps: np.ndarray) -> lis
 
 @pytest.mark.parametrize("equal", [True, False], ids=["one length", "many lengths"])
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_and_steps_equal_a_plain_forward(name: str, equal: bool) -> None:
+def test_logits_of_prompts_and_steps_equal_transformers(name: str, equal: bool) -> None:
     model, rows = MODELS[name](), some_rows(equal)
     steps = np.random.default_rng(6).integers(0, VOCAB, (7, len(rows)))
     found = by_cpu_forward(model, rows, steps)
@@ -95,7 +95,7 @@ def test_prompts_and_steps_equal_a_plain_forward(name: str, equal: bool) -> None
             assert (logits_BV[i] - expected_TV[n]).abs().max() <= 1e-5 * scale
 
 
-def test_half_precision_rounds_where_transformers_rounds() -> None:
+def test_bfloat16_logits_are_close_to_transformers() -> None:
     model, rows = make_model("qwen3").to(torch.bfloat16), some_rows(equal=True)
     (found_BV,) = by_cpu_forward(model, rows, np.zeros((0, len(rows)), dtype=np.int64))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_half_precision_rounds_where_transformers_rounds() -> None:
     assert (found_BV.float() - expected_BV.float()).abs().max() <= 0.02 * expected_BV.abs().max()
 
 
-def test_a_batch_repeats_to_the_bit_and_equal_rows_get_equal_logits() -> None:
+def test_a_batch_repeats_bit_for_bit_and_equal_rows_get_nearly_equal_logits() -> None:
     model, rows = make_model("qwen3"), some_rows(equal=False)
     steps = np.random.default_rng(6).integers(0, VOCAB, (5, len(rows)))
     steps[:, 8] = steps[:, 2]
@@ -116,7 +116,7 @@ def test_a_batch_repeats_to_the_bit_and_equal_rows_get_equal_logits() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_states_of_whole_rows_equal_a_plain_forward(name: str) -> None:
+def test_hidden_states_of_whole_rows_equal_transformers(name: str) -> None:
     model, rows = MODELS[name](), some_rows(equal=False)
     tree, fast = prefix_tree(rows), cpu_forward(model, LONGEST)
     assert fast is not None
@@ -152,20 +152,20 @@ def with_windows(model: Any) -> None:
     model.config.layer_types = ["full_attention", "sliding_attention"]
 
 
-def with_growing_turns(model: Any) -> None:
+def with_dynamic_rope(model: Any) -> None:
     model.config.rope_parameters["rope_type"] = "dynamic"
 
 
 @pytest.mark.parametrize(
     "change",
-    [with_hook, with_own_forward, with_adapter, with_eager_attention, with_windows, with_growing_turns],
+    [with_hook, with_own_forward, with_adapter, with_eager_attention, with_windows, with_dynamic_rope],
 )
-def test_whatever_is_not_known_to_the_letter_goes_transformers_way(change: Callable[[Any], None]) -> None:
+def test_a_modified_model_gets_no_cpu_forward(change: Callable[[Any], None]) -> None:
     model = make_model("qwen3")
     assert cpu_forward(model, LONGEST) is not None
     change(model)
     assert cpu_forward(model, LONGEST) is None
 
 
-def test_other_architectures_go_transformers_way() -> None:
+def test_an_unknown_architecture_gets_no_cpu_forward() -> None:
     assert cpu_forward(make_model("gemma3"), LONGEST) is None

@@ -1,4 +1,5 @@
-"""Attention windows while decoding over slots, where no mask is passed: each layer sees what transformers' mask shows it."""
+"""Attention windows in decoding over slots, where no mask is passed: each layer sees what transformers' mask
+shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]
 _SWITCHED: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}
 _HEADS = {"head_dim": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-SEEN: dict[str, tuple[Family, list[int]]] = {
+VISIBLE_TOKENS: dict[str, tuple[Family, list[int]]] = {
     "llama": (Family("llama", {**_HEADS, "sliding_window": WINDOW}), [LENGTH, LENGTH]),  # it has no window
     "mistral": (Family("mistral", {**_HEADS, "sliding_window": WINDOW}), [WINDOW, WINDOW]),
     "mistral-off": (Family("mistral", {**_HEADS, "sliding_window": None}), [LENGTH, LENGTH]),
@@ -38,7 +39,7 @@ SEEN: dict[str, tuple[Family, list[int]]] = {
     "qwen3-off": (Family("qwen3", {**_HEADS, "sliding_window": WINDOW}), [LENGTH, LENGTH]),
 }
 """By model: how many tokens the last of `LENGTH` tokens sees in each layer. All that are decoded over slots."""
-BY_THEIR_MASKS = {
+DECODED_WITH_MASKS = {
     "gemma2": Family("gemma2", {**_HEADS, **_MIXED}),
     "gemma3": Family("gemma3_text", {**_HEADS, **_MIXED}),
     "cohere2": Family("cohere2", {**_HEADS, **_MIXED}),
@@ -68,13 +69,13 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def made(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_family(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(FAMILIES, "windowed", family)
     return make("windowed")
 
 
-def seen_by_the_last(model: Any) -> list[tuple[int, int]]:
-    """Of each layer: the tokens that its mask shows the last token, and those of the window that it hands on."""
+def visible_to_the_last(model: Any) -> list[tuple[int, int]]:
+    """For each layer: how many tokens its mask shows the last token, and how many its `sliding_window` does."""
     found = []
 
     def record(
@@ -94,40 +95,40 @@ def seen_by_the_last(model: Any) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", VISIBLE_TOKENS)
 def test_the_window_of_every_layer_is_that_of_transformers_mask(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, expected = SEEN[name]
-    model = made(family, monkeypatch)
+    family, expected = VISIBLE_TOKENS[name]
+    model = make_family(family, monkeypatch)
     assert model.config.model_type in MODEL_TYPES
-    assert seen_by_the_last(model) == [(count, count) for count in expected]
+    assert visible_to_the_last(model) == [(count, count) for count in expected]
     if decode_step.fits(model):
         windows = [decode_step._Layer(layer).window for layer in model.model.layers]
         assert [min(LENGTH, window or LENGTH) for window in windows] == expected
     known = [type(layer).__name__ in decode_step.LAYERS for layer in model.model.layers]
-    assert all(known) is not name.startswith("mistral"), "its layers hand their window on to `attend`"
+    assert all(known) is not name.startswith("mistral"), "Mistral's layers pass their window to `attend`"
 
 
-@pytest.mark.parametrize("name", BY_THEIR_MASKS)
-def test_other_models_with_windows_are_decoded_under_their_own_masks(
+@pytest.mark.parametrize("name", DECODED_WITH_MASKS)
+def test_other_models_with_windows_are_not_decoded_over_slots(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made(BY_THEIR_MASKS[name], monkeypatch)
-    assert any(shown == WINDOW for shown, _ in seen_by_the_last(model))
+    model = make_family(DECODED_WITH_MASKS[name], monkeypatch)
+    assert any(shown == WINDOW for shown, _ in visible_to_the_last(model))
     assert not pool_fits(model) and model.config.model_type not in MODEL_TYPES
     assert not decode_step.fits(model)
 
 
 def test_every_model_that_is_decoded_over_slots_is_in_the_table() -> None:
-    assert {family.kind for family, _ in SEEN.values()} == MODEL_TYPES
+    assert {family.kind for family, _ in VISIBLE_TOKENS.values()} == MODEL_TYPES
 
 
 IDS = np.arange(LENGTH) + 3
 
 
 def logits_over_slots(model: Any, *, loop: bool, read: int) -> torch.Tensor:
-    """After every token from the `read`-th on; the loop computes the first `read` as a prompt."""
+    """Logits after every token from the `read`-th on; the loop reads the first `read` tokens as a prompt."""
     pool = SlotPool(model, slots=2, max_length=LENGTH, device=torch.device("cpu"))
     pool._loop = decode_step.DecodeLoop(model) if loop else None
     (slot,), found = pool.take(1), []
@@ -148,25 +149,25 @@ def check_logits(model: Any, found: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", VISIBLE_TOKENS)
 def test_decoding_past_the_window_equals_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(SEEN[name][0], monkeypatch)
+    model = make_family(VISIBLE_TOKENS[name][0], monkeypatch)
     check_logits(model, logits_over_slots(model, loop=False, read=0))
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in SEEN if not name.startswith("mistral")])
-def test_the_decode_loop_past_the_window_in_triton_s_interpreter(
+@pytest.mark.parametrize("name", [name for name in VISIBLE_TOKENS if not name.startswith("mistral")])
+def test_the_decode_loop_past_the_window_equals_transformers_in_triton_s_interpreter(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made(SEEN[name][0], monkeypatch)
+    model = make_family(VISIBLE_TOKENS[name][0], monkeypatch)
     check_logits(model, logits_over_slots(model, loop=True, read=9))
 
 
-def test_code_that_comes_with_a_model_is_not_decoded_over_slots(
+def test_a_model_with_code_of_its_own_is_not_decoded_over_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its classes may have the names of transformers', and keep their window in the config alone."""
+    """Its classes may be named like those of transformers, and define their window only in the config."""
     folder = write_house_model(tmp_path / "house")
     for file in ("modeling_house.py", "config.json"):
         text = (folder / file).read_text()

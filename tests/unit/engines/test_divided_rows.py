@@ -1,4 +1,4 @@
-"""Decode attention over rows that are divided into parts: few long rows on a GPU."""
+"""Decode attention over rows that are divided into parts, which is done for few long rows on a GPU."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ def long_rows(
     }
 
 
-def chosen(rows: dict[str, Any], places: list[int]) -> dict[str, Any]:
+def rows_at(rows: dict[str, Any], places: list[int]) -> dict[str, Any]:
     names = ("query_BQD", "slots_B", "lengths_B")
     return {name: value[places] if name in names else value for name, value in rows.items()}
 
@@ -62,14 +62,16 @@ def chosen(rows: dict[str, Any], places: list[int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize(("window", "parts"), [(0, 2), (300, 8)])  # all four on a GPU: seconds each here
-def test_the_kernel_in_triton_s_interpreter(kv_format: KVFormat, window: int, parts: int) -> None:
+def test_attention_over_divided_rows_equals_plain_attention_in_triton_s_interpreter(
+    kv_format: KVFormat, window: int, parts: int
+) -> None:
     rows = long_rows(6, 2, 16, kv_format)
     tolerance = 1e-5 if kv_format is KVFormat.MODEL else 2e-3  # of fp16
     whole = slot_attention(**rows, window=window, parts=parts)
     torch.testing.assert_close(
         whole, slot_attention_plain(**rows, window=window), atol=tolerance, rtol=tolerance
     )
-    alone = slot_attention(**chosen(rows, [6]), window=window, parts=parts)
+    alone = slot_attention(**rows_at(rows, [6]), window=window, parts=parts)
     assert torch.equal(alone[0], whole[6]), "a row's bits do not depend on the lengths of other rows"
 
 
@@ -79,7 +81,7 @@ def test_the_kernel_in_triton_s_interpreter(kv_format: KVFormat, window: int, pa
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(12, 2, 128), (16, 8, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_divided_rows_on_a_gpu(
+def test_attention_over_divided_rows_equals_plain_attention_on_a_gpu(
     kv_format: KVFormat, window: int, queries: int, heads: int, size: int, dtype: torch.dtype
 ) -> None:
     rows = long_rows(queries, heads, size, kv_format, "cuda", dtype, (*LENGTHS, 9000))
@@ -89,11 +91,11 @@ def test_divided_rows_on_a_gpu(
         whole = slot_attention(**rows, window=window, parts=parts)
         torch.testing.assert_close(whole, expected, atol=tolerance, rtol=tolerance)
         assert torch.equal(slot_attention(**rows, window=window, parts=parts), whole)
-        some = slot_attention(**chosen(rows, [6, 2]), window=window, parts=parts)
+        some = slot_attention(**rows_at(rows, [6, 2]), window=window, parts=parts)
         assert torch.equal(some, whole[[6, 2]])
 
 
-def test_rows_are_divided_where_they_are_few_and_long() -> None:
+def test_rows_are_divided_only_if_they_are_few_and_long() -> None:
     h200 = 132
     assert parts_for(16, 2, 1023, h200) == 1, "short rows"
     assert parts_for(128, 2, 32_000, h200) == 1, "enough rows for every multiprocessor"
@@ -105,27 +107,29 @@ def test_rows_are_divided_where_they_are_few_and_long() -> None:
 
 @pytest.mark.skipif(attention.triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows_that_grow_long_while_they_are_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step with divided rows takes over at the twelfth token of the longest row, and the tokens are the same."""
-    asked: list[int] = []
+def test_tokens_are_the_same_when_rows_become_long_enough_to_be_divided(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step with divided rows takes over at the twelfth token of the longest row."""
+    longest_rows: list[int] = []
 
     def divided_from_twelve(rows: int, heads: int, longest: int, processors: int) -> int:
-        asked.append(longest)
+        longest_rows.append(longest)
         return 1 if longest < 12 else 4
 
     requests = make_requests(6, Sampling(20, (EOS,)), longest=5)
 
-    def written(layout: CacheLayout, device: str) -> list[Generation]:
+    def generated(layout: CacheLayout, device: str) -> list[Generation]:
         async def body() -> list[Generation]:
             async with engine_over(make_model("qwen3-16"), layout=layout, device=device) as engine:
                 return await engine.generate(requests)
 
         return asyncio.run(body())
 
-    expected = written(CacheLayout.PADDED, "cpu")
+    expected = generated(CacheLayout.PADDED, "cpu")
     monkeypatch.setattr(attention, "parts_for", divided_from_twelve)
     monkeypatch.setattr(attention, "SHORTEST_PART", 1)
-    for one, other in zip(expected, written(CacheLayout.SLOTS, device), strict=True):
+    for one, other in zip(expected, generated(CacheLayout.SLOTS, device), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.stop_reason is other.stop_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if device == "cuda" else 2e-5)
-    assert min(asked) < 12 < max(asked)
+    assert min(longest_rows) < 12 < max(longest_rows)

@@ -1,4 +1,4 @@
-"""The decode step's fused kernels: transformers' arithmetic, and tokens drawn by the rule."""
+"""The fused kernels of the decode step equal transformers' arithmetic and the plain rule of drawing tokens."""
 
 import os
 from typing import Any
@@ -64,7 +64,7 @@ def two_steps(
 
 
 def check_drawing(device: str, vocab: int, dtype: torch.dtype) -> None:
-    """Against the plain rule, greedy and tempered rows among others; u at both ends."""
+    """Compares with the plain rule, greedy and tempered rows among others; u at both ends."""
     settings = [Sampling(3, (), temperature=t) for t in (1.0, 0.7, 0.0, 1.0, 2.5, 1.0)]
     generator = torch.Generator().manual_seed(vocab)
     logits_BV = (3 * torch.randn((len(settings), vocab), generator=generator)).to(dtype)
@@ -87,7 +87,8 @@ def check_gate(device: str) -> None:
 
 
 def check_prompts(kind: str, device: str) -> None:
-    """Prompts of different lengths read into slots out of order: logits and keys as transformers' own of each row alone."""
+    """Reads prompts of different lengths into slots out of order: logits and keys equal those of transformers for each
+    row."""
     model = make_model(kind).to(device)
     pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
     pool._loop = decode_loop.DecodeLoop(model)
@@ -110,8 +111,8 @@ CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
 
 
 @interpreted
-def test_the_kernels_in_triton_s_interpreter() -> None:
-    """Eight bits are tried on a GPU alone: the interpreter loses the carry when it rounds to them (31.2 becomes 16)."""
+def test_the_fused_decode_kernels_equal_transformers_in_triton_s_interpreter() -> None:
+    """FP8 is tested only on a GPU: the interpreter loses the carry when it rounds to eight bits (31.2 becomes 16)."""
     for kind in ("qwen3-16", "llama-16"):
         check_decoding(kind, "cpu")
         check_prompts(kind, "cpu")
@@ -122,7 +123,7 @@ def test_the_kernels_in_triton_s_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3-16", "llama-16"])
-def test_a_fused_step_on_the_gpu(kind: str) -> None:
+def test_fused_decoding_and_prompts_equal_transformers_on_a_gpu(kind: str) -> None:
     check_decoding(kind, "cuda")
     check_decoding(kind, "cuda", KVFormat.FP8)
     check_prompts(kind, "cuda")
@@ -130,6 +131,6 @@ def test_a_fused_step_on_the_gpu(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "dtype"), [*CASES, (151_936, torch.bfloat16)])
-def test_drawing_on_the_gpu(vocab: int, dtype: torch.dtype) -> None:
+def test_the_draw_and_gate_kernels_equal_the_plain_rules_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
     check_drawing("cuda", vocab, dtype)
     check_gate("cuda")

@@ -25,12 +25,12 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), timeout=60))
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.002)
 
 
-def slowed(model: Any, tokens_seen: list[int]) -> Any:
+def counting_forward_calls(model: Any, tokens_seen: list[int]) -> Any:
     """Counts forward calls, so that a test can act in the middle of a generation."""
     forward = model.forward
 
@@ -43,7 +43,7 @@ def slowed(model: Any, tokens_seen: list[int]) -> Any:
     return model
 
 
-def test_the_event_loop_stays_free() -> None:
+def test_generation_does_not_block_the_event_loop() -> None:
     async def body() -> None:
         async with engine_over(make_model("qwen3")) as engine:
             task = asyncio.create_task(engine.generate(make_requests(32, LONG)))
@@ -56,37 +56,37 @@ def test_the_event_loop_stays_free() -> None:
     run(body)
 
 
-def test_abort_keeps_what_was_written() -> None:
+def test_abort_returns_the_tokens_drawn_so_far() -> None:
     model = make_model("qwen3")
     steps: list[int] = []
     request = make_requests(1, LONG)[0]
     plain, _ = generate_plainly(model, request)
 
     async def body() -> None:
-        async with engine_over(slowed(model, steps)) as engine:
+        async with engine_over(counting_forward_calls(model, steps)) as engine:
             task = asyncio.create_task(engine.generate([request]))
-            await until(lambda: len(steps) >= 5)
+            await wait_until(lambda: len(steps) >= 5)
             await engine.abort()
             (generation,) = await task
             assert generation.stop_reason is StopReason.ABORTED
             assert 4 <= len(generation.tokens) < 48
             assert generation.tokens.tolist() == plain[: len(generation.tokens)]
             (after,) = await engine.generate([request])
-            assert after.tokens.tolist() == plain, "the engine goes on after an abort"
+            assert after.tokens.tolist() == plain, "the engine generates again after an abort"
 
     run(body)
 
 
-def test_pause_holds_everything_and_resume_changes_nothing() -> None:
+def test_pause_stops_all_steps_and_resume_gives_the_same_tokens() -> None:
     model = make_model("qwen3")
     steps: list[int] = []
     requests = make_requests(2, LONG)
     plain = [generate_plainly(model, request)[0] for request in requests]
 
     async def body() -> None:
-        async with engine_over(slowed(model, steps)) as engine:
+        async with engine_over(counting_forward_calls(model, steps)) as engine:
             task = asyncio.create_task(engine.generate(requests))
-            await until(lambda: len(steps) >= 5)
+            await wait_until(lambda: len(steps) >= 5)
             await engine.pause()
             held = len(steps)
             await asyncio.sleep(0.05)
@@ -99,9 +99,11 @@ def test_pause_holds_everything_and_resume_changes_nothing() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3"])
 @pytest.mark.parametrize("entering", [0, 3])
-def test_kept_keys_and_values_are_read_by_the_new_weights(family: str, entering: int) -> None:
-    """Every token's log-probability is the one it was drawn with, and its version that of the weights that drew it; also of
-    rows that enter the batch after the publish, and of rows that ended before."""
+def test_without_recompute_kv_new_weights_continue_over_the_old_keys_and_values(
+    family: str, entering: int
+) -> None:
+    """Every token has the version of the weights that drew it, and the log-probability it was drawn with; also tokens
+    of rows that enter the batch after the publish, and of rows that ended before it."""
     old, new = make_model(family, seed=0), make_model(family, seed=1)
     requests = [*make_requests(4, LONG), *make_requests(2, Sampling(5), seed=3)]
     later = make_requests(entering, Sampling(20), seed=7)
@@ -134,15 +136,18 @@ def test_kept_keys_and_values_are_read_by_the_new_weights(family: str, entering:
 
 
 def test_a_live_update_continues_generations_under_the_new_weights() -> None:
-    """Tokens before carry the old version, tokens after equal a fresh forward of the new model on everything so far."""
+    """Tokens before the update have the old version; tokens after it equal a fresh forward of the new model on
+    everything so far."""
     old, new = make_model("qwen3", seed=0), make_model("qwen3", seed=1)
     steps: list[int] = []
     requests = make_requests(6, LONG)
 
     async def body() -> None:
-        async with engine_over(slowed(make_model("qwen3", seed=0), steps), version=3) as engine:
+        async with engine_over(
+            counting_forward_calls(make_model("qwen3", seed=0), steps), version=3
+        ) as engine:
             task = asyncio.create_task(engine.generate(requests))
-            await until(lambda: len(steps) >= 8)
+            await wait_until(lambda: len(steps) >= 8)
             await engine.update_weights(4, new.named_parameters())
             assert engine.version == 4
             for request, generation in zip(requests, await task, strict=True):
@@ -161,7 +166,8 @@ def test_a_live_update_continues_generations_under_the_new_weights() -> None:
 
 
 class Counted:
-    """What an engine builds batches of, after the first update: tokens with padding. It can be told to fail at one of them."""
+    """Records the padded tokens of each batch that the engine builds after the first update, and can fail at one of
+    them."""
 
     def __init__(self, engine: HFEngine, fails_at: int = -1) -> None:
         self._engine, self._build, self._fails_at = engine, engine._scheduler._build, fails_at
@@ -181,14 +187,14 @@ BUDGET = 90
 
 
 @pytest.mark.parametrize("batching", list(Batching))
-def test_after_new_weights_rows_enter_within_the_prefill_budget_again(batching: Batching) -> None:
+def test_rows_are_read_again_within_the_prefill_budget_after_an_update(batching: Batching) -> None:
     async def written(budget: int) -> tuple[list[list[int]], list[int]]:
         steps: list[int] = []
         settings: dict[str, Any] = {"batching": batching, "prefill_tokens": budget, "version": 0}
-        async with engine_over(slowed(make_model("qwen3"), steps), **settings) as engine:
+        async with engine_over(counting_forward_calls(make_model("qwen3"), steps), **settings) as engine:
             counted = Counted(engine)
             task = asyncio.create_task(engine.generate(make_requests(8, LONG)))
-            await until(lambda: len(steps) >= 9)
+            await wait_until(lambda: len(steps) >= 9)
             await engine.update_weights(1, make_model("qwen3").named_parameters())
             return [one.tokens.tolist() for one in await task], counted.padded
 
@@ -202,16 +208,16 @@ def test_after_new_weights_rows_enter_within_the_prefill_budget_again(batching: 
     run(body)
 
 
-def test_if_a_part_of_the_rows_cannot_enter_every_caller_is_told() -> None:
-    """Those of the part before, of the part itself, and of the parts that were to come."""
+def test_every_caller_gets_the_error_when_some_rows_cannot_be_read_again_after_an_update() -> None:
+    """Callers of rows that were read before the failure, of those that failed, and of those still to be read."""
 
     async def body() -> None:
         steps: list[int] = []
         settings: dict[str, Any] = {"batching": Batching.CONTINUOUS, "prefill_tokens": BUDGET, "version": 0}
-        async with engine_over(slowed(make_model("qwen3"), steps), **settings) as engine:
+        async with engine_over(counting_forward_calls(make_model("qwen3"), steps), **settings) as engine:
             Counted(engine, fails_at=1)
             calls = [asyncio.create_task(engine.generate([one])) for one in make_requests(8, LONG)]
-            await until(lambda: len(steps) >= 9)
+            await wait_until(lambda: len(steps) >= 9)
             await engine.update_weights(1, make_model("qwen3").named_parameters())
             for call in calls:
                 with pytest.raises(EngineError, match="no memory"):
@@ -220,7 +226,7 @@ def test_if_a_part_of_the_rows_cannot_enter_every_caller_is_told() -> None:
     run(body)
 
 
-def test_an_update_during_a_pause_leaves_it_paused() -> None:
+def test_an_update_during_a_pause_leaves_the_engine_paused() -> None:
     async def body() -> None:
         async with engine_over(make_model("qwen3")) as engine:
             await engine.pause()
@@ -234,7 +240,7 @@ def test_an_update_during_a_pause_leaves_it_paused() -> None:
     run(body)
 
 
-def test_an_abort_means_the_calls_there_are() -> None:
+def test_abort_ends_running_and_waiting_calls_but_no_later_ones() -> None:
     async def body() -> None:
         async with engine_over(make_model("qwen3")) as engine:
             await engine.abort()
@@ -253,14 +259,14 @@ def test_an_abort_means_the_calls_there_are() -> None:
     run(body)
 
 
-def test_an_update_that_fails_half_way_fails_what_runs() -> None:
+def test_an_update_that_fails_half_way_fails_running_generations() -> None:
     steps: list[int] = []
     weights = dict(make_model("qwen3", seed=1).named_parameters())
 
     async def body() -> None:
-        async with engine_over(slowed(make_model("qwen3"), steps), max_length=5000) as engine:
+        async with engine_over(counting_forward_calls(make_model("qwen3"), steps), max_length=5000) as engine:
             task = asyncio.create_task(engine.generate(make_requests(1, Sampling(4000))))
-            await until(lambda: len(steps) >= 3)
+            await wait_until(lambda: len(steps) >= 3)
             with pytest.raises(EngineError, match=r"no\.such"):
                 await engine.update_weights(7, {**weights, "no.such": torch.ones(1)}.items())
             with pytest.raises(EngineError, match="half-way"):
@@ -269,7 +275,7 @@ def test_an_update_that_fails_half_way_fails_what_runs() -> None:
     run(body)
 
 
-def test_a_request_that_comes_while_weights_are_copied_waits_for_them() -> None:
+def test_a_request_made_while_weights_are_copied_waits_for_the_new_weights() -> None:
     request, half, go_on = make_requests(1, Sampling(20))[0], threading.Event(), threading.Event()
     trained = make_model("qwen3", seed=1)
 
@@ -295,7 +301,7 @@ def test_a_request_that_comes_while_weights_are_copied_waits_for_them() -> None:
     run(body)
 
 
-def test_shared_parameters_need_no_copy() -> None:
+def test_an_engine_with_shared_parameters_uses_new_weights_without_a_copy() -> None:
     trained = make_model("qwen3").train()
     request = make_requests(1, Sampling(20))[0]
 
@@ -317,7 +323,7 @@ def test_shared_parameters_need_no_copy() -> None:
     run(body)
 
 
-def test_incomplete_or_foreign_weights_are_refused_and_the_engine_says_so() -> None:
+def test_after_an_incomplete_update_the_engine_refuses_requests_until_a_complete_one() -> None:
     model = make_model("qwen3", seed=1)
     weights = dict(model.named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"
@@ -342,7 +348,7 @@ def test_incomplete_or_foreign_weights_are_refused_and_the_engine_says_so() -> N
 
 
 @pytest.mark.parametrize("batching", list(Batching))
-def test_many_callers_at_once(batching: Batching) -> None:
+def test_concurrent_callers_get_the_tokens_of_a_plain_forward_loop(batching: Batching) -> None:
     model = make_model("qwen3")
     requests = make_requests(16, Sampling(8, (EOS,)))
     plain = [generate_plainly(model, request)[0] for request in requests]
@@ -356,21 +362,23 @@ def test_many_callers_at_once(batching: Batching) -> None:
     run(body)
 
 
-def test_continuous_batching_lets_a_late_caller_in() -> None:
-    """A one-token request that comes while a long one runs is answered first; a composed engine makes it wait."""
+def test_a_late_short_request_is_answered_first_only_with_continuous_batching() -> None:
+    """With composed batches, a one-token request made while a long one runs has to wait."""
 
     async def order(batching: Batching) -> list[str]:
         steps: list[int] = []
         ended: list[str] = []
         long, short = make_requests(1, LONG)[0], make_requests(1, Sampling(1))[0]
-        async with engine_over(slowed(make_model("qwen3"), steps), batching=batching) as engine:
+        async with engine_over(
+            counting_forward_calls(make_model("qwen3"), steps), batching=batching
+        ) as engine:
 
             async def ask(name: str, request: GenerateRequest) -> None:
                 await engine.generate([request])
                 ended.append(name)
 
             first = asyncio.create_task(ask("long", long))
-            await until(lambda: len(steps) >= 3)
+            await wait_until(lambda: len(steps) >= 3)
             await asyncio.gather(first, ask("short", short))
         return ended
 
@@ -381,15 +389,15 @@ def test_continuous_batching_lets_a_late_caller_in() -> None:
     run(body)
 
 
-def test_the_last_of_a_batch_do_not_wait_for_the_first() -> None:
-    """Rows that come one by one fill the places: the last ones enter too, though less than a fair share is free then. Those that would
-    not all find room wait until more can enter at once."""
+def test_late_rows_enter_a_running_batch_if_all_of_them_fit() -> None:
+    """One late row takes the last free place, though that is less than a fair share of places. Of two late rows only
+    one would fit, so both wait until more can enter at once."""
 
     async def order(late: int) -> list[str]:
         steps: list[int] = []
         ended: list[str] = []
         async with engine_over(
-            slowed(make_model("qwen3"), steps), batching=Batching.CONTINUOUS, max_batch=32
+            counting_forward_calls(make_model("qwen3"), steps), batching=Batching.CONTINUOUS, max_batch=32
         ) as engine:
 
             async def ask(name: str, requests: list[GenerateRequest]) -> None:
@@ -397,7 +405,7 @@ def test_the_last_of_a_batch_do_not_wait_for_the_first() -> None:
                 ended.append(name)
 
             first = asyncio.create_task(ask("long", make_requests(31, LONG)))
-            await until(lambda: len(steps) >= 3)
+            await wait_until(lambda: len(steps) >= 3)
             await asyncio.gather(first, ask("short", make_requests(late, Sampling(1))))
         return ended
 
@@ -408,12 +416,12 @@ def test_the_last_of_a_batch_do_not_wait_for_the_first() -> None:
     run(body)
 
 
-def test_a_cancelled_caller_frees_the_engine() -> None:
+def test_cancelling_a_call_frees_the_engine_for_the_next_request() -> None:
     async def body() -> None:
         steps: list[int] = []
-        async with engine_over(slowed(make_model("qwen3"), steps), max_length=5000) as engine:
+        async with engine_over(counting_forward_calls(make_model("qwen3"), steps), max_length=5000) as engine:
             task = asyncio.create_task(engine.generate(make_requests(2, Sampling(4000))))
-            await until(lambda: len(steps) >= 3)
+            await wait_until(lambda: len(steps) >= 3)
             task.cancel()
             (generation,) = await engine.generate(make_requests(1, Sampling(3)))
             assert len(generation.tokens) == 3
@@ -422,7 +430,7 @@ def test_a_cancelled_caller_frees_the_engine() -> None:
     run(body)
 
 
-def test_a_failing_model_fails_its_callers_only() -> None:
+def test_an_error_in_the_model_fails_its_callers_but_no_later_ones() -> None:
     model = make_model("qwen3")
     forward = model.forward
     broken = True
@@ -445,14 +453,18 @@ def test_a_failing_model_fails_its_callers_only() -> None:
     run(body)
 
 
-def test_close_fails_what_runs_and_refuses_what_comes() -> None:
+def test_close_fails_running_generations_and_later_requests_are_refused() -> None:
     async def body() -> None:
         steps: list[int] = []
         engine = HFEngine(
-            slowed(make_model("qwen3"), steps), max_batch=4, device="cpu", pad_id=0, max_length=5000
+            counting_forward_calls(make_model("qwen3"), steps),
+            max_batch=4,
+            device="cpu",
+            pad_id=0,
+            max_length=5000,
         )
         task = asyncio.create_task(engine.generate(make_requests(1, Sampling(4000))))
-        await until(lambda: len(steps) >= 3)
+        await wait_until(lambda: len(steps) >= 3)
         await engine.close()
         await engine.close()
         with pytest.raises(EngineError, match="closed"):

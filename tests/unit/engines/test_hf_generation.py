@@ -1,4 +1,4 @@
-"""The in-process engine against a plain forward loop without a cache, written independently."""
+"""The in-process engine compared with an independently written forward loop without a cache."""
 
 import asyncio
 from collections import Counter
@@ -50,7 +50,7 @@ def test_tokens_and_logprobs_equal_a_plain_forward_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_other_architectures_and_sliding_windows(family: str) -> None:
+def test_tokens_and_logprobs_of_llama_and_gemma3_equal_a_plain_forward_loop(family: str) -> None:
     model = make_model(family)
     requests = make_requests(8, PLAIN)
     for request, generation in zip(requests, run(model, requests), strict=True):
@@ -59,7 +59,7 @@ def test_other_architectures_and_sliding_windows(family: str) -> None:
         np.testing.assert_allclose(generation.logprobs, logprobs, atol=2e-5)
 
 
-def test_mixed_settings_share_a_batch() -> None:
+def test_requests_with_different_sampling_settings_share_a_batch() -> None:
     model = make_model("qwen3")
     plain = make_requests(len(SETTINGS), PLAIN)
     requests = [
@@ -71,7 +71,7 @@ def test_mixed_settings_share_a_batch() -> None:
 
 
 def test_logprobs_match_a_teacher_forced_forward() -> None:
-    """What the trainer will compute on the finished row, all positions at once."""
+    """As the trainer computes them: on the finished row, all positions at once."""
     model = make_model("qwen3")
     requests = make_requests(16, PLAIN)
     for request, generation in zip(requests, run(model, requests), strict=True):
@@ -84,8 +84,8 @@ def test_logprobs_match_a_teacher_forced_forward() -> None:
         np.testing.assert_allclose(generation.logprobs, predicted.numpy(), atol=1e-5)
 
 
-def test_tokens_do_not_depend_on_the_neighbours() -> None:
-    """Alone, all together (with padding), reversed, and in small batches that rows join and leave."""
+def test_tokens_do_not_depend_on_other_rows_of_the_batch() -> None:
+    """Alone, all together (with padding), in reverse order, and in small batches that rows join and leave."""
     model = make_model("qwen3")
     requests = make_requests(12, PLAIN)
     together = run(model, requests)
@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_the_neighbours() -> None:
             np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=2e-5)
 
 
-def test_room_for_keys_and_values_grows_without_a_trace() -> None:
+def test_tokens_are_correct_when_the_kv_cache_grows() -> None:
     model = make_model("qwen3")
     (request,) = make_requests(1, Sampling(110, temperature=0.0))
     (generation,) = run(model, [request])
@@ -121,10 +121,10 @@ def test_another_seed_gives_other_tokens() -> None:
     (request,) = make_requests(1, Sampling(20))
     other = GenerateRequest(request.key, request.tokens, request.sampling, request.seed + (1 << 40))
     first, second = run(model, [request, other])
-    assert first.tokens.tolist() != second.tokens.tolist(), "all 63 bits of a seed must count"
+    assert first.tokens.tolist() != second.tokens.tolist(), "the high bits of a seed must count"
 
 
-def test_the_stop_token_is_kept_and_named() -> None:
+def test_generations_end_with_the_stop_token_or_at_the_limit_and_report_which() -> None:
     model = make_model("qwen3")
     generations = run(model, make_requests(64, Sampling(40, (EOS,), temperature=3.0)))
     reasons = Counter(generation.stop_reason for generation in generations)
@@ -137,14 +137,14 @@ def test_the_stop_token_is_kept_and_named() -> None:
         assert np.isfinite(generation.logprobs).all() and (generation.logprobs <= 0).all()
 
 
-def test_pad_equal_to_eos_does_no_harm() -> None:
+def test_a_pad_id_equal_to_the_stop_id_changes_no_tokens() -> None:
     model = make_model("qwen3")
     requests = make_requests(12, PLAIN)
     for a, b in zip(run(model, requests, pad_id=EOS), run(model, requests, pad_id=0), strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
 
 
-def test_a_stop_string_ends_on_the_token_that_completes_it() -> None:
+def test_a_generation_ends_on_the_token_that_completes_a_stop_string() -> None:
     model = make_model("qwen3")
     letters = [chr(ord("A") + i) for i in range(VOCAB)]
 
@@ -162,10 +162,12 @@ def test_a_stop_string_ends_on_the_token_that_completes_it() -> None:
 
     last = replace(again, sampling=replace(again.sampling, max_new_tokens=first))
     (whole,) = run(model, [last], detokenize=spell)
-    assert (whole.stop_reason, len(whole.tokens)) == (StopReason.STOP_STRING, first), "it is not cut"
+    assert (whole.stop_reason, len(whole.tokens)) == (StopReason.STOP_STRING, first), (
+        "the stop string counts before the length limit"
+    )
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_drawn_tokens_follow_the_exact_distribution() -> None:
     """10,000 first tokens against the exact distribution, by a chi-squared bound."""
     model = make_model("qwen3")
     prompt = np.array([5, 9, 11], dtype=np.int32)
@@ -191,7 +193,9 @@ def test_draws_follow_the_distribution() -> None:
         (np.array([3], np.int32), Sampling(9, stop_strings=("x",)), ["row-x", "detokenize"]),
     ],
 )
-def test_requests_that_cannot_be_served(tokens: np.ndarray, sampling: Sampling, says: list[str]) -> None:
+def test_requests_that_cannot_be_served_are_refused_with_the_reason(
+    tokens: np.ndarray, sampling: Sampling, says: list[str]
+) -> None:
     with pytest.raises(EngineError) as raised:
         run(make_model("qwen3"), [GenerateRequest("row-x", tokens, sampling, 0)])
     assert all(word in str(raised.value) for word in says)
@@ -208,12 +212,12 @@ def test_requests_that_cannot_be_served(tokens: np.ndarray, sampling: Sampling, 
         ("repetition_penalty", 0.0),
     ],
 )
-def test_wrong_sampling_settings_are_named(setting: str, value: float) -> None:
+def test_the_error_about_a_wrong_sampling_setting_names_it(setting: str, value: float) -> None:
     with pytest.raises(EngineError, match=setting):
         Sampling(**{"max_new_tokens": 1, setting: value})
 
 
-def test_layers_with_recurrent_state_are_refused() -> None:
+def test_a_model_with_linear_attention_layers_is_refused() -> None:
     model = make_model("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(EngineError, match="linear_attention"):

@@ -1,4 +1,4 @@
-"""The remote engine's own part: balance, retries, refusals, checks on answers. The servers are real, on loopback."""
+"""The remote engine: load balancing, retries, refusals, checks of answers. The servers are real, on loopback."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from understudy.types.trajectory import StopReason
 Answer = Callable[[dict[str, Any]], Any]
 
 
-def whole(body: dict[str, Any], *, label: str = "default", **changes: Any) -> dict[str, Any]:
+def complete_answer(body: dict[str, Any], *, label: str = "default", **changes: Any) -> dict[str, Any]:
     """A good answer in vLLM's format: as many 7s as were asked for."""
     count = body["sampling_params"]["max_tokens"]
     choice = {
@@ -43,7 +43,7 @@ def whole(body: dict[str, Any], *, label: str = "default", **changes: Any) -> di
 class Server:
     """Answers requests for tokens with `answer(body)`; a number is an error status."""
 
-    def __init__(self, answer: Answer = whole) -> None:
+    def __init__(self, answer: Answer = complete_answer) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -53,8 +53,8 @@ class Server:
 
     @staticmethod
     def truthful() -> "Server":
-        """One whose answers carry the label it was last given."""
-        server = Server(lambda body: whole(body, label=server.label))
+        """A server whose answers carry the label of its last update."""
+        server = Server(lambda body: complete_answer(body, label=server.label))
         return server
 
     async def handle(self, request: Request) -> Response:
@@ -112,7 +112,7 @@ def request(key: str = "row", *, new: int = 4, session: str = "", length: int = 
     return GenerateRequest(key, np.arange(3, 3 + length, dtype=np.int32), Sampling(new, (2,)), 11, session)
 
 
-def test_a_failing_server_costs_nothing_but_a_detour() -> None:
+def test_requests_are_retried_on_another_server_when_one_fails() -> None:
     bad, good = Server(lambda body: 500), Server()
 
     async def body(engine: RemoteEngine) -> None:
@@ -121,7 +121,7 @@ def test_a_failing_server_costs_nothing_but_a_detour() -> None:
         assert len(good.bodies) == 20
         before = len(bad.bodies)
         await engine.generate([request("later")])
-        assert len(bad.bodies) == before, "it rests after a row of failures"
+        assert len(bad.bodies) == before, "a server with repeated failures is not used for a while"
 
     run([bad, good], body, timeout_s=20)
 
@@ -142,7 +142,7 @@ class Busy(Server):
 
 
 @pytest.mark.parametrize(("asked", "waited"), [("1", 1.0), ("3600", 2.0)])
-def test_a_server_gets_the_time_that_it_asks_for_up_to_half_of_the_request_s(
+def test_retry_after_sets_the_pause_before_the_next_request_up_to_half_of_its_timeout(
     asked: str, waited: float
 ) -> None:
     server = Busy(asked)
@@ -152,7 +152,7 @@ def test_a_server_gets_the_time_that_it_asks_for_up_to_half_of_the_request_s(
     assert waited <= second - first < waited + 1.5
 
 
-def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
+def test_the_error_after_all_servers_failed_contains_the_last_failure() -> None:
     with pytest.raises(EngineError, match=r"row within 1 s.*500.*trouble"):
         run([Server(lambda body: 500)], lambda engine: engine.generate([request()]))
     with pytest.raises(EngineError, match=r"row within 1 s.*Cannot connect to host"):
@@ -164,7 +164,7 @@ def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
         run([server := Server()], gone)
 
 
-def test_a_refusal_is_final() -> None:
+def test_a_request_answered_with_400_is_not_retried() -> None:
     server = Server(lambda body: 400)
     with pytest.raises(EngineError, match="400"):
         run([server], lambda engine: engine.generate([request()]))
@@ -187,16 +187,18 @@ def test_a_refusal_is_final() -> None:
         ({"finish_reason": "error"}, "'error'"),
     ],
 )
-def test_answers_that_would_poison_a_row_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_answers_with_wrong_tokens_logprobs_or_finish_reason_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(EngineError, match=says):
         run(
-            [Server(lambda body: whole(body, **changes))],
+            [Server(lambda body: complete_answer(body, **changes))],
             lambda engine: engine.generate([request()]),
             timeout_s=0.2,
         )
 
 
-def test_an_answer_of_another_shape_is_refused() -> None:
+def test_an_answer_without_choices_is_refused() -> None:
     with pytest.raises(EngineError, match="no choices"):
         run(
             [Server(lambda body: {"detail": "?"})],
@@ -205,12 +207,12 @@ def test_an_answer_of_another_shape_is_refused() -> None:
         )
 
 
-def test_a_server_that_was_restarted_behind_our_back_writes_no_row(tmp_path: Any) -> None:
-    """It answers with its first weights' label although newer ones were published."""
+def test_an_answer_labelled_with_other_weights_than_the_published_ones_is_refused(tmp_path: Any) -> None:
+    """A server that was restarted without the engine's knowledge answers with the label of its first weights."""
     import torch
 
     label = "3"
-    server = Server(lambda body: whole(body, label=label))
+    server = Server(lambda body: complete_answer(body, label=label))
 
     async def body(engine: RemoteEngine) -> None:
         nonlocal label
@@ -223,7 +225,7 @@ def test_a_server_that_was_restarted_behind_our_back_writes_no_row(tmp_path: Any
     run([server], body, snapshots=tmp_path)
 
 
-def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
+def test_requests_carry_token_ids_seed_and_a_cache_salt_of_the_weight_version(tmp_path: Any) -> None:
     server = Server()
     run([server], lambda engine: engine.generate([request()]), version=5)
     (body,) = server.bodies
@@ -247,7 +249,7 @@ def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "openai"])
-def test_stop_texts_are_looked_for_in_special_tokens_too(dialect: str) -> None:
+def test_requests_with_stop_strings_keep_special_tokens_in_the_decoded_text(dialect: str) -> None:
     def sent(*stops: str) -> dict[str, Any]:
         ask = GenerateRequest("row", np.array([3], np.int32), Sampling(4, stop_strings=stops), 1)
         body = DIALECTS[dialect].body(PieceRequest(ask, ask.tokens, 4, 1, salt="", model="student"))
@@ -258,14 +260,14 @@ def test_stop_texts_are_looked_for_in_special_tokens_too(dialect: str) -> None:
     assert sent() == {}
 
 
-def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> None:
+def test_an_unseeded_engine_sends_no_seed_even_to_continue_a_generation() -> None:
     answers = iter([{"token_ids": [7], "finish_reason": "abort"}, {}])
 
     def in_two_pieces(body: dict[str, Any]) -> dict[str, Any]:
         changes = next(answers)
         if changes:
             changes["logprobs"] = {"content": [{"token_id": 7, "logprob": -0.5}]}
-        return whole(body, **changes)
+        return complete_answer(body, **changes)
 
     server = Server(in_two_pieces)
     (generation,) = run([server], lambda engine: engine.generate([request(new=4)]), seeded=False)
@@ -273,15 +275,17 @@ def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> 
     assert [("seed" in body["sampling_params"]) for body in server.bodies] == [False, False]
 
 
-def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
-    """The server hands back two tokens at a time as aborted; the engine asks for the rest, with other randomness."""
+def test_an_aborted_generation_is_continued_from_its_tokens_with_another_seed() -> None:
+    """The server returns two tokens at a time as aborted, and the engine requests the rest."""
 
     def interrupted(body: dict[str, Any]) -> dict[str, Any]:
         count = body["sampling_params"]["max_tokens"]
         if count <= 2:
-            return whole(body)
+            return complete_answer(body)
         content = [{"logprob": -0.25}] * 2
-        return whole(body, finish_reason="abort", token_ids=[count, count], logprobs={"content": content})
+        return complete_answer(
+            body, finish_reason="abort", token_ids=[count, count], logprobs={"content": content}
+        )
 
     server = Server(interrupted)
     (generation,) = run([server], lambda engine: engine.generate([request(new=6)]))
@@ -296,7 +300,7 @@ def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
 
 
 def spelling(pieces: list[str], finish: str = "length") -> Server:
-    """A server whose tokens are characters. It hands these texts back one by one, each but the last as aborted."""
+    """A server whose tokens are characters. It returns these texts one by one, each but the last as aborted."""
     left = list(pieces)
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +308,7 @@ def spelling(pieces: list[str], finish: str = "length") -> Server:
         top = [{"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": -0.2}]
         content = [{"logprob": -0.1 * i, "top_logprobs": top} for i in range(1, len(text) + 1)]
         ids, why = [ord(c) for c in text], "abort" if left else finish
-        return whole(body, token_ids=ids, finish_reason=why, logprobs={"content": content})
+        return complete_answer(body, token_ids=ids, finish_reason=why, logprobs={"content": content})
 
     return Server(answer)
 
@@ -320,10 +324,11 @@ def spelling(pieces: list[str], finish: str = "length") -> Server:
         (["ab\nUs", "ing tools\nUs", "er:er:"], "length", "ab\nUsing tools\nUser:", StopReason.STOP_STRING),
     ],
 )
-def test_a_stop_text_across_a_change_of_weights_ends_the_generation(
+def test_a_stop_string_split_over_two_pieces_ends_the_generation(
     pieces: list[str], finish: str, expected: str, reason: StopReason
 ) -> None:
-    """Each request's server looks at what it draws itself, not at what the prompt holds already."""
+    """A server looks for stop strings in the tokens it draws, and not in its prompt, which contains the earlier
+    pieces."""
     server = spelling(pieces, finish)
     sampling = Sampling(40, stop_strings=("\nUser:", "|"), candidates=1)
 
@@ -340,7 +345,7 @@ def test_a_stop_text_across_a_change_of_weights_ends_the_generation(
     run([server], body, detokenize=lambda ids: "".join(map(chr, ids)), timeout_s=20)
 
 
-def test_sessions_stay_and_load_is_shared() -> None:
+def test_sessions_stay_on_their_server_and_load_is_balanced() -> None:
     servers = [Server(), Server()]
 
     async def body(engine: RemoteEngine) -> None:
@@ -351,10 +356,10 @@ def test_sessions_stay_and_load_is_shared() -> None:
     assert [len(server.bodies) for server in servers] == [3, 3]
 
 
-def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
+def test_a_request_to_a_hanging_server_is_retried_on_another_after_the_deadline() -> None:
     async def hang(body: dict[str, Any]) -> Any:
         await asyncio.sleep(2)
-        return whole(body)
+        return complete_answer(body)
 
     slow, good = Server(hang), Server()
 
@@ -365,8 +370,7 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
     run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, timeout_s=20)
 
 
-def test_a_server_that_fails_late_leaves_time_for_another() -> None:
-    """How long it generated before does not count as time of retries."""
+def test_time_a_server_spent_generating_before_it_failed_does_not_count_as_retry_time() -> None:
 
     async def late(body: dict[str, Any]) -> Any:
         await asyncio.sleep(1.0)
@@ -381,7 +385,7 @@ def test_a_server_that_fails_late_leaves_time_for_another() -> None:
     run([bad, good], body, timeout_s=0.8)
 
 
-def test_servers_that_all_fail_late_end_the_request() -> None:
+def test_a_request_fails_if_all_servers_still_fail_late_after_the_retry_time() -> None:
     async def late(body: dict[str, Any]) -> Any:
         await asyncio.sleep(0.5)
         return 500
@@ -392,13 +396,13 @@ def test_servers_that_all_fail_late_end_the_request() -> None:
     assert sum(len(server.bodies) for server in servers) == 4
 
 
-def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
-    """Its machine lost power and does not close its connections; the launcher knows."""
-    asked, let_go = asyncio.Event(), asyncio.Event()
+def test_requests_at_a_withdrawn_server_are_retried_on_another_at_once() -> None:
+    """A machine that lost power does not close its connections, but the launcher knows that it is gone."""
+    asked, release = asyncio.Event(), asyncio.Event()
 
     async def hang(body: dict[str, Any]) -> Any:
         asked.set()
-        await let_go.wait()
+        await release.wait()
         return 500
 
     silent, good = Server(hang), Server()
@@ -408,24 +412,24 @@ def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
         await asked.wait()
         engine.withdraw("replica-0")
         generations = await asyncio.wait_for(writing, 20)
-        let_go.set()
+        release.set()
         assert [len(one.tokens) for one in generations] == [4] * 4 and len(good.bodies) == 4
 
     run([silent, good], body, timeout_s=20)
 
 
-def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_weights(
+def test_a_request_held_by_a_paused_server_is_repeated_with_the_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server would keep it until it goes on, and the publish would wait for its answer."""
+    """Otherwise the server would hold it until it is resumed, and the publish would wait for its answer."""
     monkeypatch.setattr(engine_module, "QUIET_S", 0.2)
-    asked, let_go = asyncio.Event(), asyncio.Event()
+    asked, release = asyncio.Event(), asyncio.Event()
 
     async def keep_the_first(body: dict[str, Any]) -> Any:
         if not asked.is_set():
             asked.set()
-            await let_go.wait()
-        return whole(body, label=server.label)
+            await release.wait()
+        return complete_answer(body, label=server.label)
 
     server = Server(keep_the_first)
 
@@ -434,24 +438,24 @@ def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_wei
         await asked.wait()
         await asyncio.wait_for(engine.update_weights(1, [("w", torch.zeros(2))]), 20)
         (generation,) = await writing
-        let_go.set()
+        release.set()
         assert generation.weight_versions.tolist() == [1] * 4
         assert [one["cache_salt"] for one in server.bodies] == ["weights-0", "weights-1"]
 
     run([server], body, snapshots=tmp_path, timeout_s=20)
 
 
-def test_balance_by_outstanding_tokens() -> None:
+def test_requests_are_balanced_by_outstanding_tokens() -> None:
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: 0.0)
     first = replicas.pick("", 1000)
     assert all(replicas.pick("", 100) is not first for _ in range(9)), (
-        "nine small ones weigh less than the large one"
+        "nine small requests weigh less than the large one"
     )
     replicas.succeeded(first, 1000)  # type: ignore[arg-type]
     assert replicas.pick("", 1) is first
 
 
-def test_rest_and_return() -> None:
+def test_a_failing_replica_loses_its_sessions_and_a_replica_that_is_back_is_picked_again() -> None:
     now = 0.0
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     preferred = replicas.pick("session", 10)
@@ -462,10 +466,10 @@ def test_rest_and_return() -> None:
     preferred.outstanding_tokens = 0
     other = replicas.pick("session", 10)
     assert other is not preferred and replicas.pick("session", 10) is other, (
-        "the session moved, and stays where it moved"
+        "the session moved to the other replica and stays there"
     )
     now = FIRST_REST_S + 0.01
-    assert replicas.pick("new", 10) in replicas.all
+    assert preferred in [replicas.pick(f"new {number}", 10) for number in range(8)]
     for replica in replicas.all:
         replicas.gone(replica)
     assert replicas.pick("x", 1) is None
@@ -473,7 +477,7 @@ def test_rest_and_return() -> None:
     assert replicas.pick("x", 1) is preferred
 
 
-def test_a_server_that_names_a_time_rests_so_long() -> None:
+def test_a_replica_that_sent_retry_after_is_not_picked_before_that_time() -> None:
     now = 0.0
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     busy = replicas.all[0]
@@ -486,10 +490,10 @@ def test_a_server_that_names_a_time_rests_so_long() -> None:
     replicas.gone(busy)
     replicas.failed(busy, 0, 5.0)
     now = 1e6
-    assert replicas.pick("y", 1) is replicas.all[1], "one that is gone stays gone"
+    assert replicas.pick("y", 1) is replicas.all[1], "a replica that is gone stays gone"
 
 
-def test_a_fast_failure_does_not_look_idle() -> None:
+def test_a_replica_that_failed_fast_is_not_picked_as_idle() -> None:
     now = 0.0
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     failing = replicas.pick("", 100)
@@ -500,7 +504,7 @@ def test_a_fast_failure_does_not_look_idle() -> None:
     assert failing.weight(now)[0] < 1
 
 
-def test_a_server_that_is_gone_stays_so_whatever_still_fails_there() -> None:
+def test_a_replica_that_is_gone_is_not_picked_again_after_later_failures() -> None:
     now = 0.0
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
     gone = replicas.all[0]
@@ -508,4 +512,4 @@ def test_a_server_that_is_gone_stays_so_whatever_still_fails_there() -> None:
     for _ in range(2 * REST_AFTER):
         replicas.failed(gone, 10)
     now = 1e6
-    assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4)), "it has old weights, if any"
+    assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4)), "its weights may be old"

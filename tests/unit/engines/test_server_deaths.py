@@ -1,4 +1,4 @@
-"""A server that dies while weights are published: the run goes on if the server comes back, and fails with the reason if not."""
+"""A server that dies during a publish: the run continues if the server comes back, and fails with the reason if not."""
 
 import asyncio
 import resource
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from test_remote import Server, request, whole
+from test_remote import Server, complete_answer, request
 
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.hosted.client import HostChannel
@@ -28,7 +28,7 @@ from understudy.weights.snapshots import Snapshots
 WEIGHTS = [("w", torch.zeros(2))]
 
 
-class Mended(RemoteEngine):
+class RestartedServers(RemoteEngine):
     """An engine whose servers are started again when they die."""
 
     def _report_lost(self, replica: EngineReplica) -> bool:
@@ -36,7 +36,7 @@ class Mended(RemoteEngine):
         return True
 
 
-def with_two(
+def with_two_servers(
     kind: type[RemoteEngine],
     folder: Path,
     body: Callable[[RemoteEngine, list[Server]], Awaitable[None]],
@@ -65,18 +65,18 @@ def with_two(
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_nobody_brings_it_back(tmp_path: Path) -> None:
+def test_a_publish_fails_if_a_dead_server_is_not_restarted(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await servers[1].stop()
         with pytest.raises(EngineError, match=r"replica-1 \(vllm\): /collective_rpc failed"):
             await engine.update_weights(1, WEIGHTS)
         assert engine.version == 0
 
-    with_two(RemoteEngine, tmp_path, body)
+    with_two_servers(RemoteEngine, tmp_path, body)
 
 
-@pytest.mark.parametrize("kind", [Mended, RemoteEngine])
-def test_a_server_that_died_behind_its_proxy_counts_as_gone(kind: type[RemoteEngine], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [RestartedServers, RemoteEngine])
+def test_a_server_whose_proxy_answers_502_counts_as_dead(kind: type[RemoteEngine], tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         servers[1].dead_behind_its_proxy = True
         if kind is RemoteEngine:
@@ -90,10 +90,10 @@ def test_a_server_that_died_behind_its_proxy_counts_as_gone(kind: type[RemoteEng
         await engine.update_weights(1, WEIGHTS)
         assert engine.version == 1 and engine.is_withdrawn("replica-0")
 
-    with_two(kind, tmp_path, body)
+    with_two_servers(kind, tmp_path, body)
 
 
-def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path) -> None:
+def test_a_restarted_server_gets_the_newest_weights_before_any_request(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await servers[1].stop()
         await engine.update_weights(1, WEIGHTS)
@@ -107,14 +107,14 @@ def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path)
         await engine.pause()
         await engine.resume()
 
-    with_two(Mended, tmp_path, body)
+    with_two_servers(RestartedServers, tmp_path, body)
 
 
 class Loading(Server):
-    """Keeps the weights that it was told to load."""
+    """Remembers the weights that it was told to load."""
 
     def __init__(self) -> None:
-        super().__init__(lambda body: whole(body, label=self.label))
+        super().__init__(lambda body: complete_answer(body, label=self.label))
         self.weight = -1.0
 
     async def handle(self, request: Request) -> Response:
@@ -125,12 +125,12 @@ class Loading(Server):
 
 
 @pytest.mark.parametrize("published", [0, 1, 2])
-def test_weights_published_while_all_servers_are_gone_are_what_a_new_one_gets(
+def test_a_restarted_server_gets_the_weights_published_while_all_servers_were_gone(
     published: int, tmp_path: Path
 ) -> None:
     async def inner() -> None:
         server = Loading()
-        engine = Mended(
+        engine = RestartedServers(
             DIALECTS["vllm"], [await server.start()], model="student", max_length=64, snapshots=tmp_path
         )
         try:
@@ -149,8 +149,8 @@ def test_weights_published_while_all_servers_are_gone_are_what_a_new_one_gets(
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_weights_kept_for_a_remote_server_are_those_last_published(tmp_path: Path) -> None:
-    """What a broadcast sends is not seen here: the stand-in for it counts."""
+def test_a_restarted_remote_server_gets_the_weights_last_published(tmp_path: Path) -> None:
+    """The broadcast is replaced by a stand-in that records what it sends."""
     gave: list[tuple[int, float]] = []
 
     class Counting(WeightDelivery):
@@ -161,7 +161,7 @@ def test_weights_kept_for_a_remote_server_are_those_last_published(tmp_path: Pat
     async def inner() -> None:
         server = Server.truthful()
         endpoint = replace(await server.start(), shares_memory=False)
-        engine = Mended(DIALECTS["vllm"], [endpoint], model="student", max_length=64)
+        engine = RestartedServers(DIALECTS["vllm"], [endpoint], model="student", max_length=64)
         engine._delivery._broadcast = Counting(Snapshots(0, tmp_path))
         try:
             engine.withdraw("replica-0")
@@ -176,7 +176,7 @@ def test_weights_kept_for_a_remote_server_are_those_last_published(tmp_path: Pat
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_a_server_that_gets_other_weights_than_the_last_published_serves_no_request(tmp_path: Path) -> None:
+def test_a_restarted_server_without_the_last_published_weights_stays_withdrawn(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await engine.update_weights(1, WEIGHTS)
         engine.withdraw("replica-1")
@@ -185,14 +185,14 @@ def test_a_server_that_gets_other_weights_than_the_last_published_serves_no_requ
             await engine.replace("replica-1", engine._replica("replica-1").endpoint)
         assert engine.is_withdrawn("replica-1")
 
-    with_two(Mended, tmp_path, body)
+    with_two_servers(RestartedServers, tmp_path, body)
 
 
 class Pausing(Server):
-    """As a server behind our proxy: while paused it sends requests for tokens back at once."""
+    """Like a server behind our proxy: while paused it rejects requests for tokens at once."""
 
     def __init__(self) -> None:
-        super().__init__(lambda body: whole(body, label=self.label))
+        super().__init__(lambda body: complete_answer(body, label=self.label))
         self.paused, self.loses_weights, self.sent_back = False, False, 0
 
     async def handle(self, request: Request) -> Response:
@@ -207,17 +207,19 @@ class Pausing(Server):
         return await super().handle(request)
 
 
-def test_a_live_server_that_was_lost_during_a_publish_goes_on_when_it_is_back(tmp_path: Path) -> None:
+def test_a_server_lost_during_a_publish_is_resumed_when_it_is_back_unless_the_engine_is_paused(
+    tmp_path: Path,
+) -> None:
     async def inner() -> None:
         servers = [Pausing(), Pausing()]
         endpoints = [await server.start() for server in servers]
-        engine = Mended(
+        engine = RestartedServers(
             DIALECTS["vllm"], endpoints, model="student", max_length=64, version=0, snapshots=tmp_path
         )
 
         async def slow(body: dict[str, Any]) -> Any:
             await asyncio.sleep(0.2)
-            return whole(body, label=servers[0].label)
+            return complete_answer(body, label=servers[0].label)
 
         try:
             servers[0].answer = slow  # a request in flight, so that the publish tells the servers to pause
@@ -244,10 +246,12 @@ def test_a_live_server_that_was_lost_during_a_publish_goes_on_when_it_is_back(tm
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_a_server_that_stays_paused_is_not_asked_without_rest(tmp_path: Path) -> None:
+def test_requests_to_a_paused_server_are_repeated_with_pauses_between_them(tmp_path: Path) -> None:
     async def inner() -> None:
         server = Pausing()
-        engine = Mended(DIALECTS["vllm"], [await server.start()], model="student", max_length=64, version=0)
+        engine = RestartedServers(
+            DIALECTS["vllm"], [await server.start()], model="student", max_length=64, version=0
+        )
         try:
             server.paused = True
             writing = asyncio.create_task(engine.generate([request()]))
@@ -262,8 +266,8 @@ def test_a_server_that_stays_paused_is_not_asked_without_rest(tmp_path: Path) ->
     asyncio.run(asyncio.wait_for(inner(), 60))
 
 
-def test_the_wait_for_a_restart_does_not_count_as_retries(tmp_path: Path) -> None:
-    class Restarting(Mended):
+def test_the_wait_for_a_restart_does_not_count_as_retry_time(tmp_path: Path) -> None:
+    class Restarting(RestartedServers):
         def _is_restarting(self) -> bool:
             return True
 
@@ -276,11 +280,11 @@ def test_the_wait_for_a_restart_does_not_count_as_retries(tmp_path: Path) -> Non
         await engine.replace("replica-0", engine._replica("replica-0").endpoint)
         assert len((await writing)[0].tokens) == 4
 
-    with_two(Restarting, tmp_path, body)
+    with_two_servers(Restarting, tmp_path, body)
 
 
-def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(tmp_path: Path) -> None:
-    """Asked again at once it would be written by the new weights and called the old ones' work."""
+def test_a_request_that_failed_during_an_update_is_repeated_with_the_new_weights(tmp_path: Path) -> None:
+    """Repeated at once, it would be answered by the new weights and labelled with the old version."""
 
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         asked, fail = asyncio.Event(), asyncio.Event()
@@ -291,7 +295,7 @@ def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(t
                 await fail.wait()
                 return 500
             server = next(one for one in servers if wanted in one.bodies)
-            return whole(wanted, label=server.label)
+            return complete_answer(wanted, label=server.label)
 
         for server in servers:
             server.answer = answer
@@ -307,24 +311,24 @@ def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(t
         bodies = [one for server in servers for one in server.bodies]
         assert sorted(one["cache_salt"] for one in bodies) == ["weights-0", "weights-1"]
 
-    with_two(RemoteEngine, tmp_path, body)
+    with_two_servers(RemoteEngine, tmp_path, body)
 
 
-def test_tensors_that_are_not_on_a_gpu_go_by_snapshot(tmp_path: Path) -> None:
+def test_tensors_on_the_cpu_are_published_by_snapshot_even_with_a_gpu_handover(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await engine.update_weights(1, WEIGHTS)
         assert all(server.calls.count("/collective_rpc") == 1 for server in servers)
         assert list(tmp_path.glob("understudy-weights-*/v1/model.safetensors"))
 
-    with_two(RemoteEngine, tmp_path, body, handover=GpuHandover())
-    assert not list(tmp_path.iterdir()), "closing clears the snapshots away"
+    with_two_servers(RemoteEngine, tmp_path, body, handover=GpuHandover())
+    assert not list(tmp_path.iterdir()), "closing removes the snapshots"
 
 
 class LeftPaused(Server):
-    """Takes orders, and answers no request for tokens while it is paused."""
+    """Accepts commands, and answers no request for tokens while it is paused."""
 
     def __init__(self) -> None:
-        super().__init__(lambda body: whole(body, label=self.label))
+        super().__init__(lambda body: complete_answer(body, label=self.label))
         self.open = asyncio.Event()
 
     async def handle(self, request: Request) -> Response:
@@ -337,7 +341,7 @@ class LeftPaused(Server):
         return await super().handle(request)
 
 
-def test_a_run_goes_on_with_servers_that_a_killed_trainer_left_paused(tmp_path: Path) -> None:
+def test_a_new_engine_resumes_servers_that_a_killed_trainer_left_paused(tmp_path: Path) -> None:
     async def inner() -> None:
         server = LeftPaused()
         engine = RemoteEngine(
@@ -347,7 +351,7 @@ def test_a_run_goes_on_with_servers_that_a_killed_trainer_left_paused(tmp_path: 
             await engine.update_weights(3, WEIGHTS)
             await asyncio.wait_for(engine.generate([request()]), 10)
             await engine.update_weights(4, WEIGHTS)
-            assert server.calls.count("/resume") == 1, "an idle server is not told each time"
+            assert server.calls.count("/resume") == 1, "an idle server is not resumed at every publish"
         finally:
             await engine.close()
             await server.stop()
@@ -355,7 +359,7 @@ def test_a_run_goes_on_with_servers_that_a_killed_trainer_left_paused(tmp_path: 
     asyncio.run(inner())
 
 
-def test_a_full_disk_under_a_publish_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_publish_to_a_full_disk_raises_and_leaves_no_snapshot(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -367,4 +371,4 @@ def test_a_full_disk_under_a_publish_is_named_and_leaves_nothing(tmp_path: Path)
         assert not list(tmp_path.rglob("*.safetensors"))
         await engine.update_weights(1, WEIGHTS)
 
-    with_two(RemoteEngine, tmp_path, body)
+    with_two_servers(RemoteEngine, tmp_path, body)

@@ -1,4 +1,4 @@
-"""Rows in slots: the same tokens as rows padded to one length, and the kernel equals its plain twin."""
+"""Rows in slots get the same tokens as rows padded to one length, and the kernels equal plain torch."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def run(model: Any, requests: list[GenerateRequest], **settings: Any) -> list[Ge
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_batch", [64, 5])
-def test_slots_write_what_padding_writes(device: str, max_batch: int) -> None:
+def test_rows_in_slots_get_the_same_tokens_as_padded_rows(device: str, max_batch: int) -> None:
     model = make_model("qwen3-16")
     requests = make_requests(16, Sampling(20, (EOS,)))
     padded = run(make_model("qwen3-16"), requests, layout=CacheLayout.PADDED)
@@ -53,8 +53,8 @@ def test_slots_write_what_padding_writes(device: str, max_batch: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("batching", list(Batching))
-def test_a_step_queued_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch, batching: Batching) -> None:
-    """Rows that end by a stop id, by length, and rows that come in while others are written."""
+def test_queueing_a_step_ahead_changes_no_tokens(monkeypatch: pytest.MonkeyPatch, batching: Batching) -> None:
+    """Rows that end by a stop id or by length, and rows that enter while others are generated."""
     requests = [
         *make_requests(9, Sampling(20, (EOS,))),
         *make_requests(6, Sampling(7), seed=4),
@@ -70,7 +70,7 @@ def test_a_step_queued_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch, ba
 
 
 @needs_triton
-def test_slots_are_given_back_and_used_again() -> None:
+def test_slots_of_finished_and_aborted_rows_are_reused() -> None:
     model = make_model("qwen3-16")
     requests = make_requests(9, Sampling(6, (EOS,)))
 
@@ -89,12 +89,12 @@ def test_slots_are_given_back_and_used_again() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None:
-    """A row that ended stays in its batch until dropping it pays: its steps must not run over into other slots."""
+def test_a_row_whose_slot_is_full_does_not_write_into_other_slots(device: str) -> None:
+    """A finished row stays in its batch until dropping it pays. Its further steps must not write into other slots."""
     model = make_model("qwen3-16").to(device)
     pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
     full, other = torch.tensor([0, 2], device=device), torch.tensor([1], device=device)
-    with torch.inference_mode(), a_stream_of_its_own(device):
+    with torch.inference_mode(), separate_stream(device):
         step = pool.step_for(2, 8)
         step.place(full, torch.tensor([6, 7], device=device))
         for _ in range(5):
@@ -104,42 +104,42 @@ def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None
         assert not layer.keys[other].any() and not layer.values[other].any()
 
 
-def a_stream_of_its_own(device: str) -> AbstractContextManager[Any]:
-    """As an engine has; graphs are not recorded on the default one."""
+def separate_stream(device: str) -> AbstractContextManager[Any]:
+    """A separate stream, as an engine has; graphs cannot be recorded on the default one."""
     return nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
 
 
 class Cycle:
-    """Garbage that only the collector finds."""
+    """Garbage that only the garbage collector can free."""
 
     def __init__(self, held: object) -> None:
         self.held, self.itself = held, self
 
 
-def test_nothing_is_collected_while_a_step_is_recorded() -> None:
+def test_garbage_is_collected_before_but_not_while_a_step_is_recorded() -> None:
     class Old: ...
 
     before, during = Old(), Old()
-    fates = [weakref.ref(before), weakref.ref(during)]
+    references = [weakref.ref(before), weakref.ref(during)]
     Cycle(before)
     del before
     with garbage_collection_off():
-        assert fates[0]() is None, "what was garbage already goes first"
+        assert references[0]() is None, "existing garbage is collected first"
         Cycle(during)
         del during
         for _ in range(3 * gc.get_threshold()[0]):  # more than enough to call the collector
             [].append([])
-        assert fates[1]() is not None
+        assert references[1]() is not None
     assert gc.isenabled()
     gc.collect()
-    assert fates[1]() is None
+    assert references[1]() is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_of_an_engine_that_is_gone_do_not_end_a_recording() -> None:
+def test_garbage_graphs_of_an_old_engine_do_not_break_the_recording_of_another() -> None:
     model = make_model("qwen3-16").to("cuda")
-    with torch.inference_mode(), a_stream_of_its_own("cuda"):
+    with torch.inference_mode(), separate_stream("cuda"):
 
         def recorded() -> SlotPool:
             pool = SlotPool(model, slots=3, max_length=8, device=torch.device("cuda"))
@@ -155,12 +155,12 @@ def test_graphs_of_an_engine_that_is_gone_do_not_end_a_recording() -> None:
             gc.set_threshold(*thresholds)
         step.run(torch.tensor([5, 6], device="cuda"))
     assert torch.randn(3, device="cuda").isfinite().all(), (
-        "random numbers are not left in the middle of a recording"
+        "the random generator is not left in recording mode"
     )
 
 
 @needs_triton
-def test_a_live_update_refills_the_slots() -> None:
+def test_a_live_update_recomputes_the_keys_and_values_in_the_slots() -> None:
     old, new = make_model("qwen3-16", seed=0), make_model("qwen3-16", seed=1)
     requests = make_requests(4, Sampling(100))
 
@@ -186,7 +186,7 @@ def test_a_live_update_refills_the_slots() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_slots_are_kept_under_new_weights(device: str) -> None:
+def test_without_recompute_kv_an_update_keeps_the_keys_and_values_in_the_slots(device: str) -> None:
     old, new = make_model("qwen3-16", seed=0), make_model("qwen3-16", seed=1)
     requests = make_requests(4, Sampling(100))
 
@@ -248,10 +248,9 @@ SHAPES = [(3, 4, 2, 16, 70), (5, 8, 8, 32, 130), (2, 14, 2, 64, 64), (4, 16, 8, 
 
 @pytest.mark.parametrize(("rows", "queries", "heads", "size", "columns"), SHAPES)
 @pytest.mark.parametrize("window", [0, 9])
-def test_plain_attention_is_attention(
+def test_plain_slot_attention_equals_a_loop_over_rows_and_heads_in_fp64(
     rows: int, queries: int, heads: int, size: int, columns: int, window: int
 ) -> None:
-    """Against a loop over rows and heads in fp64."""
     pool = random_pool(rows, queries, heads, size, columns, "cpu", torch.float32)
     result = slot_attention_plain(**pool, window=window)
     for row in range(rows):
@@ -266,8 +265,8 @@ def test_plain_attention_is_attention(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_eight_bits_are_off_by_a_sixteenth_at_most(device: str) -> None:
-    """Vectors of every magnitude, a row of zeros and a lone large number among them."""
+def test_fp8_keys_and_values_are_off_by_at_most_a_sixteenth(device: str) -> None:
+    """Vectors of every magnitude, with a row of zeros and a single large number among them."""
     generator = torch.Generator().manual_seed(3)
     vectors_NHD = (
         torch.randn((40, 2, 32), generator=generator) * 10 ** torch.linspace(-12, 6, 40)[:, None, None]
@@ -286,8 +285,8 @@ def test_eight_bits_are_off_by_a_sixteenth_at_most(device: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_written_with_eight_bits_are_nearly_the_model_s(device: str) -> None:
-    """The log-probability an engine gives for what it wrote, beside the model's own for the same tokens: near, not equal."""
+def test_logprobs_with_an_fp8_kv_cache_are_close_to_the_models(device: str) -> None:
+    """The engine's log-probabilities and the model's own for the same tokens are close, and not equal."""
     requests = make_requests(16, Sampling(20, (EOS,)))
     model = make_model("qwen3-16")
     written = run(model, requests, layout=CacheLayout.SLOTS, device=device, kv_format=KVFormat.FP8)
@@ -302,7 +301,7 @@ def test_rows_written_with_eight_bits_are_nearly_the_model_s(device: str) -> Non
     assert 1e-5 < np.mean(off) < 0.05 and np.max(off) < 0.3
 
 
-def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
+def test_an_fp8_kv_cache_is_refused_without_slots() -> None:
     with pytest.raises(
         EngineError, match=r"need the kernels of a GPU, this engine runs on cpu; leave out\s+rollout.kv_cache"
     ):
@@ -320,7 +319,7 @@ def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
     decode_attention.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
     reason="run by tests/contract/test_interpreted_kernels.py",
 )
-def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
+def test_the_attention_and_norm_kernels_equal_plain_torch_in_triton_s_interpreter() -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     for features in (16, 96):
@@ -348,7 +347,7 @@ def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", list(KVFormat))
-def test_the_kernel_equals_its_twin(
+def test_the_slot_attention_kernel_equals_plain_torch_on_a_gpu(
     rows: int,
     queries: int,
     heads: int,
@@ -370,7 +369,7 @@ def test_the_kernel_equals_its_twin(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [64, 128, 1024, 2560])
-def test_the_fused_norm_equals_transformers_own(features: int) -> None:
+def test_the_fused_norm_equals_transformers_on_a_gpu(features: int) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     norm = Qwen3RMSNorm(features).to("cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Ids without a token are never drawn nor reported: the engine equals one over a model that does not have their rows."""
+"""Ids without a token are never drawn or reported."""
 
 import asyncio
 import copy
@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(model: Any, requests: list[GenerateRequest], layout: CacheLayout) -> list[Generation]:
+def generated(model: Any, requests: list[GenerateRequest], layout: CacheLayout) -> list[Generation]:
     async def run() -> list[Generation]:
         async with engine_over(model, layout=layout) as engine:
             return await engine.generate(requests)
@@ -33,7 +33,9 @@ def written(model: Any, requests: list[GenerateRequest], layout: CacheLayout) ->
 
 @pytest.mark.parametrize("layout", [CacheLayout.PADDED, CacheLayout.SLOTS])
 @pytest.mark.parametrize("kind", list(SETTINGS))
-def test_it_writes_as_a_model_without_those_rows(kind: str, layout: CacheLayout) -> None:
+def test_an_engine_with_unusable_ids_equals_one_whose_model_lacks_their_rows(
+    kind: str, layout: CacheLayout
+) -> None:
     whole = make_model("qwen3-16")
     cut = copy.deepcopy(whole)
     cut.resize_token_embeddings(LIMIT)
@@ -41,23 +43,25 @@ def test_it_writes_as_a_model_without_those_rows(kind: str, layout: CacheLayout)
     plain = make_requests(6, sampling)
     plain = [GenerateRequest(r.key, r.tokens % LIMIT, r.sampling, r.seed) for r in plain]
     masked = Sampling(8, stop_ids=(EOS,), candidates=4, usable=UsableIds(LIMIT), **SETTINGS[kind])
-    asked = [GenerateRequest(r.key, r.tokens, masked, r.seed) for r in plain]
-    for got, right in zip(written(whole, asked, layout), written(cut, plain, layout), strict=True):
-        assert got.tokens.tolist() == right.tokens.tolist()
-        np.testing.assert_allclose(got.logprobs, right.logprobs, atol=1e-5)
-        assert got.candidate_ids is not None and right.candidate_ids is not None
-        assert got.candidate_ids.tolist() == right.candidate_ids.tolist()
+    masked_requests = [GenerateRequest(r.key, r.tokens, masked, r.seed) for r in plain]
+    for got, expected in zip(
+        generated(whole, masked_requests, layout), generated(cut, plain, layout), strict=True
+    ):
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+        assert got.candidate_ids is not None and expected.candidate_ids is not None
+        assert got.candidate_ids.tolist() == expected.candidate_ids.tolist()
 
 
-def test_holes_and_limits_of_single_rows_count() -> None:
-    """Rows of one batch may differ in what they may draw; each gets its own, and its logprob is that of its own softmax."""
+def test_each_row_of_a_batch_draws_only_from_its_own_usable_ids() -> None:
+    """Its log-probabilities are those of a softmax over its own usable ids."""
     model = make_model("qwen3")
     usable = [None, UsableIds(20), UsableIds(VOCAB, tuple(range(0, VOCAB, 2)))]
     requests = [
         GenerateRequest(f"row-{i}", np.array([3, 5, 7], np.int32), Sampling(12, usable=one), seed=7)
         for i, one in enumerate([*usable] * 3)
     ]
-    for request, got in zip(requests, written(model, requests, CacheLayout.PADDED), strict=True):
+    for request, got in zip(requests, generated(model, requests, CacheLayout.PADDED), strict=True):
         one = request.sampling.usable
         ids = torch.tensor([*request.tokens, *got.tokens])[None].long()
         with torch.no_grad():
@@ -65,12 +69,12 @@ def test_holes_and_limits_of_single_rows_count() -> None:
         if one is not None:
             assert one.first_unusable(got.tokens) is None
             logits = one.hide_(logits)
-        right = logits.log_softmax(-1).gather(1, ids[0, len(request.tokens) :, None])[:, 0]
-        np.testing.assert_allclose(got.logprobs, right.numpy(), atol=1e-4)
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(request.tokens) :, None])[:, 0]
+        np.testing.assert_allclose(got.logprobs, expected.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS))
-def test_servers_are_told_which_ids_not_to_draw(dialect: str) -> None:
+def test_requests_to_servers_forbid_unusable_ids_by_logit_bias(dialect: str) -> None:
     sampling = Sampling(4, usable=UsableIds(8, (3,)), head_rows=10)
     assert Decoder(Sampling).decode(encode(sampling)) == sampling
     tokens = np.array([1], np.int32)

@@ -78,7 +78,7 @@ def write(engine: HFEngine, requests: list[GenerateRequest], apart: bool = False
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("apart", [False, True], ids=["one batch", "rows join"])
-def test_greedy_tokens_are_those_of_transformers_generate(family: str, apart: bool, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers_generate(family: str, apart: bool, tmp_path: Path) -> None:
     folder, store = folder_of(family), MediaStore(tmp_path)
     requests = requests_of(folder, store, temperature=0.0)
     batching = Batching.CONTINUOUS if apart else Batching.COMPOSED
@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(family: str, apart: bo
         model.base_model.rope_deltas = None
         inputs = plain_inputs(folder, request.tokens, [PICTURES[place] for place in shown])
         with torch.no_grad():
-            theirs = model.generate(
+            reference = model.generate(
                 **inputs,
                 max_new_tokens=NEW,
                 do_sample=False,
@@ -98,7 +98,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(family: str, apart: bo
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        assert own.tokens.tolist() == theirs[0, len(request.tokens) :].tolist(), request.key
+        assert own.tokens.tolist() == reference[0, len(request.tokens) :].tolist(), request.key
         assert not np.isin(own.tokens, hidden).any()
 
 
@@ -129,8 +129,8 @@ def test_logprobs_equal_the_trainers_and_plain_transformers(family: str, tmp_pat
         np.testing.assert_allclose(own.logprobs, trained.numpy(), atol=1e-5)
 
 
-def test_placeholders_are_never_drawn(tmp_path: Path) -> None:
-    """With a head that prefers them by far."""
+def test_image_placeholder_tokens_are_never_drawn(tmp_path: Path) -> None:
+    """Even with an output head that strongly prefers them."""
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     student, reader = load_student(str(folder)), reader_of(folder, store)
     with torch.no_grad():
@@ -141,8 +141,9 @@ def test_placeholders_are_never_drawn(tmp_path: Path) -> None:
         assert not np.isin(one.tokens, reader.processor.placeholder_ids).any()
 
 
-def test_another_picture_is_read_anew(tmp_path: Path) -> None:
-    """Equal ids in one batch, different pictures: log-probabilities are those of each alone."""
+def test_rows_with_equal_ids_get_the_logprobs_of_their_own_pictures(
+    tmp_path: Path,
+) -> None:
     folder, store = folder_of("qwen2_5_vl"), MediaStore(tmp_path)
     first = requests_of(folder, store, temperature=1.0)[0]
     other = store.put(picture("yellow", (40, 24), (20, 8)))
@@ -155,15 +156,15 @@ def test_another_picture_is_read_anew(tmp_path: Path) -> None:
         with torch.no_grad():
             model.base_model.rope_deltas = None
             logits = model(**plain_inputs(folder, ids, [shown]), use_cache=False).logits[0]
-        theirs = first.sampling.usable.hide_(logits.clone()).log_softmax(-1)
+        reference = first.sampling.usable.hide_(logits.clone()).log_softmax(-1)
         places = torch.arange(len(request.tokens) - 1, len(ids) - 1)
-        expected = theirs[places, torch.from_numpy(own.tokens.astype(np.int64))]
+        expected = reference[places, torch.from_numpy(own.tokens.astype(np.int64))]
         np.testing.assert_allclose(own.logprobs, expected.numpy(), atol=1e-5)
     assert not np.allclose(written[0].logprobs[0], written[1].logprobs[0], atol=1e-4)
     assert plain_logprobs(model, folder, first.tokens, [PICTURES[0]]).shape[0] == len(first.tokens) - 1
 
 
-def test_an_engine_without_a_store_refuses_pictures(tmp_path: Path) -> None:
+def test_an_engine_without_a_picture_store_refuses_pictures(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     request = requests_of(folder, store, temperature=1.0)[0]
     engine = HFEngine(load_student(str(folder)).model, max_batch=8, device="cpu", pad_id=0, max_length=300)

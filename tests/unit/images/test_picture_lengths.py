@@ -1,4 +1,4 @@
-"""`data.overlong` counts the tokens of pictures; a picture that is edited between two launches is noticed."""
+"""Token counts of prompts with pictures, `data.overlong`, and picture files that change between two launches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def recipe_of(tmp_path: Path, family: str, **data: Any) -> Any:
 
 
 def rendered(recipe: Any, tmp_path: Path) -> list[int]:
-    """The lengths that a run renders."""
+    """The lengths of the prompts that a run renders."""
     folder = Path(recipe.student.model)
     dataset = load_dataset(recipe.data.train).storing(Pictures(MediaStore(tmp_path / "media")))
     reader = reader_of(folder, MediaStore(tmp_path / "media"))
@@ -56,10 +56,10 @@ def rendered(recipe: Any, tmp_path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
-def test_check_and_run_measure_what_is_rendered(family: str, tmp_path: Path) -> None:
+def test_check_measures_the_prompt_lengths_that_a_run_renders(family: str, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, family)
     lengths = rendered(recipe, tmp_path)
-    assert min(lengths[:3]) < max(lengths[:3]), "pictures of other sizes have other numbers of tokens"
+    assert min(lengths[:3]) < max(lengths[:3]), "pictures of different sizes have different numbers of tokens"
     folder = ModelFolder.open(recipe.student.model, "student.model")
     measure = with_picture_tokens(prompt_length(folder, recipe), recipe, folder)
     found = [measure(row) for row in load_dataset(recipe.data.train).rows]
@@ -83,30 +83,30 @@ def test_rows_whose_pictures_are_too_long_are_dropped(tmp_path: Path) -> None:
     )
 
 
-def test_a_prompt_with_pictures_is_left_out_where_text_is_cut(tmp_path: Path) -> None:
+def test_truncate_left_drops_prompts_with_pictures_and_truncates_text(tmp_path: Path) -> None:
     recipe, lengths = limited(tmp_path, "truncate_left")
     found = open_data(recipe.data, recipe.rollout, recipe.student)
-    assert lengths[3] > recipe.data.max_prompt_tokens, "the row of text is cut"
+    assert lengths[3] > recipe.data.max_prompt_tokens, "the row of text is truncated"
     assert [row["messages"][0]["content"] for row in found.train.rows][-1].startswith("one word")
     notes = " ".join(found.notes)
     assert "1 of 4 prompts have more than" in notes and "and lose their beginning" in notes
     assert "prompts with pictures have more than" in notes and "and are left out" in notes
 
 
-def test_a_picture_that_is_too_long_is_an_error_by_default(tmp_path: Path) -> None:
+def test_a_prompt_whose_pictures_are_too_long_is_an_error_by_default(tmp_path: Path) -> None:
     recipe, _ = limited(tmp_path, "error")
     with pytest.raises(DataError, match=r"train.jsonl.* has \d+ tokens; data.max_prompt_tokens"):
         open_data(recipe.data, recipe.rollout, recipe.student)
 
 
 def hashes(recipe: Any, media: Path) -> list[str]:
-    """The pictures of all prompts, as a launch of the run would store them."""
+    """The pictures of all prompts, as a launch of the run stores them."""
     dataset = load_dataset(recipe.data.train).storing(pictures_of(recipe.data, media))
     prompts = [dataset.prompt(i, key=str(i), epoch=0) for i in range(len(SIZES))]
     return [name for prompt in prompts for name in hashes_in(prompt.messages)]
 
 
-def test_a_resumed_run_keeps_the_pictures_that_it_stored(
+def test_a_resumed_run_uses_its_stored_pictures_and_warns_of_a_file_that_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe, media = recipe_of(tmp_path, "qwen3_vl"), tmp_path / "run" / "media"
@@ -129,7 +129,7 @@ def hashes_in_new_run(recipe: Any, media: Path) -> str:
     return hashes_in(dataset.prompt(0, key="0", epoch=0).messages)[0]
 
 
-def test_a_copy_that_is_gone_is_read_again(tmp_path: Path) -> None:
+def test_a_stored_picture_that_was_deleted_is_read_from_its_source_again(tmp_path: Path) -> None:
     recipe, store = recipe_of(tmp_path, "qwen3_vl"), MediaStore(tmp_path / "run" / "media")
     before = hashes(recipe, store.folder)
     store.path(before[0]).unlink()
@@ -137,7 +137,7 @@ def test_a_copy_that_is_gone_is_read_again(tmp_path: Path) -> None:
     assert hashes(recipe, store.folder) == before and store.has(before[0])
 
 
-def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
+def test_an_incomplete_line_in_the_list_of_sources_does_not_lose_other_entries(tmp_path: Path) -> None:
     store, files = MediaStore(tmp_path / "media"), [tmp_path / "a.png", tmp_path / "b.png"]
     for file, colour in zip(files, ("red", "green"), strict=True):
         file.write_bytes(picture(colour, (8, 8)))

@@ -1,4 +1,4 @@
-"""Pictures in data files: every known shape gives the same prompt, and a bad file costs its own row alone."""
+"""Pictures in data files: every supported form gives the same prompt, and a bad file fails only its own row."""
 
 from __future__ import annotations
 
@@ -44,31 +44,33 @@ def prompt_of(row: dict[str, Any], store: MediaStore, folder: Path | None = None
     return dataset.storing(Pictures(store)).prompt(0, key="k", epoch=0)
 
 
-def asked(*content: Any) -> list[dict[str, Any]]:
+def user_message(*content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
 
 
 TEXT = {"type": "text", "text": "what?"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "verl, path": {"messages": asked("<image>what?"), "images": [{"image": "red.png"}]},
-    "verl, bytes": {"prompt": asked("<image>what?"), "images": [{"bytes": RED, "path": None}]},
-    "a column of paths": {"messages": asked("<image>what?"), "images": ["red.png"]},
-    "one picture": {"messages": asked("<image>what?"), "image": "red.png"},
-    "no place": {"messages": asked("what?"), "images": ["red.png"]},
-    "empty part": {"messages": asked({"type": "image"}, TEXT), "images": ["red.png"]},
+    "verl, path": {"messages": user_message("<image>what?"), "images": [{"image": "red.png"}]},
+    "verl, bytes": {"prompt": user_message("<image>what?"), "images": [{"bytes": RED, "path": None}]},
+    "a column of paths": {"messages": user_message("<image>what?"), "images": ["red.png"]},
+    "one picture": {"messages": user_message("<image>what?"), "image": "red.png"},
+    "no place": {"messages": user_message("what?"), "images": ["red.png"]},
+    "empty part": {"messages": user_message({"type": "image"}, TEXT), "images": ["red.png"]},
     "numbered part": {
-        "messages": asked({"type": "image", "index": 0, "text": None}, {**TEXT, "index": None}),
+        "messages": user_message({"type": "image", "index": 0, "text": None}, {**TEXT, "index": None}),
         "images": ["red.png"],
     },
-    "part with a path": {"messages": asked({"type": "image", "image": "red.png"}, TEXT)},
-    "part with a url": {"messages": asked({"type": "image", "url": URL}, TEXT)},
-    "part with base64": {"messages": asked({"type": "image", "base64": URL.partition(",")[2]}, TEXT)},
-    "OpenAI": {"messages": asked({"type": "image_url", "image_url": {"url": URL}}, TEXT)},
+    "part with a path": {"messages": user_message({"type": "image", "image": "red.png"}, TEXT)},
+    "part with a url": {"messages": user_message({"type": "image", "url": URL}, TEXT)},
+    "part with base64": {"messages": user_message({"type": "image", "base64": URL.partition(",")[2]}, TEXT)},
+    "OpenAI": {"messages": user_message({"type": "image_url", "image_url": {"url": URL}}, TEXT)},
 }
 
 
 @pytest.mark.parametrize("row", SHAPES.values(), ids=SHAPES.keys())
-def test_every_shape_is_the_same_prompt(row: dict[str, Any], tmp_path: Path) -> None:
+def test_every_supported_way_to_give_a_picture_makes_the_same_prompt(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "red.png").write_bytes(RED)
     store = MediaStore(tmp_path / "media")
     if "bytes" in str(row.get("images")):
@@ -84,28 +86,30 @@ def test_every_shape_is_the_same_prompt(row: dict[str, Any], tmp_path: Path) -> 
     assert "images" not in prompt.columns and "image" not in prompt.columns
 
 
-def test_numbered_parts_name_their_pictures(tmp_path: Path) -> None:
-    """As in llava's sets: `index` says which of the images a part is."""
+def test_the_index_of_an_image_part_selects_its_picture(tmp_path: Path) -> None:
+    """LLaVA's data sets have such an `index`."""
     for name, data in (("red", RED), ("blue", BLUE)):
         (tmp_path / f"{name}.png").write_bytes(data)
     numbered = [{"type": "image", "index": 1}, TEXT, {"type": "image", "index": 0}]
-    row = {"messages": asked(*numbered), "images": ["red.png", "blue.png"]}
+    row = {"messages": user_message(*numbered), "images": ["red.png", "blue.png"]}
     prompt = prompt_of(row, MediaStore(tmp_path / "media"), tmp_path)
     assert list(hashes_in(prompt.messages)) == [hash_of(BLUE), hash_of(RED)]
     for index, message in ((0, r"name \[0, 0\] \(`index`\); expected each once"), ("a", "has index = 'a'")):
         numbered[0] = {"type": "image", "index": index}
         with pytest.raises(DataError, match=message):
-            prompt_of({**row, "messages": asked(*numbered)}, MediaStore(tmp_path / "media"), tmp_path)
+            prompt_of({**row, "messages": user_message(*numbered)}, MediaStore(tmp_path / "media"), tmp_path)
 
 
-def test_pictures_given_as_objects_survive_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_picture_objects_can_be_written_to_a_file_and_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`understudy.distill` writes rows given as objects to the run directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "red.png").write_bytes(RED)
     rows = [
-        {"messages": asked("<image>what?"), "images": [Image.open(io.BytesIO(RED))]},
-        {"messages": asked("<image>what?"), "images": ["red.png"]},
-        {"messages": asked({"type": "image", "image": RED}, TEXT)},
+        {"messages": user_message("<image>what?"), "images": [Image.open(io.BytesIO(RED))]},
+        {"messages": user_message("<image>what?"), "images": ["red.png"]},
+        {"messages": user_message({"type": "image", "image": RED}, TEXT)},
     ]
     (tmp_path / "run").mkdir()
     write_rows(rows, tmp_path / "run" / "rows.jsonl")
@@ -116,11 +120,11 @@ def test_pictures_given_as_objects_survive_a_file(tmp_path: Path, monkeypatch: p
     assert size_of(store.get(seen[0][0])) == size_of(RED)
 
 
-def test_a_picture_is_stored_once(tmp_path: Path) -> None:
+def test_a_picture_used_by_several_rows_is_stored_once(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     rows = [
-        {"messages": asked("<image><image>?"), "images": [RED, BLUE]},
-        {"messages": asked("<image>?"), "images": [RED]},
+        {"messages": user_message("<image><image>?"), "images": [RED, BLUE]},
+        {"messages": user_message("<image>?"), "images": [RED]},
     ]
     data = load_dataset(rows).storing(Pictures(store))
     first, second = (data.prompt(i, key="k", epoch=0) for i in range(2))
@@ -164,12 +168,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_the_reason_of_its_row_alone(name: str, tmp_path: Path) -> None:
+def test_a_bad_picture_file_fails_its_own_row_and_no_other(name: str, tmp_path: Path) -> None:
     data, reason = BAD[name]
     if data is not None:
         (tmp_path / "bad.png").write_bytes(data)
     (tmp_path / "red.png").write_bytes(RED)
-    rows = [{"messages": asked("<image>?"), "images": [file]} for file in ("bad.png", "red.png")]
+    rows = [{"messages": user_message("<image>?"), "images": [file]} for file in ("bad.png", "red.png")]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pictures = Pictures(MediaStore(tmp_path / "media"), PictureLimits(65_536, 160_000))
@@ -179,8 +183,12 @@ def test_a_bad_file_is_the_reason_of_its_row_alone(name: str, tmp_path: Path) ->
     assert hashes_in(dataset.prompt(1, key="b", epoch=0).messages) == (hash_of(RED),)
 
 
-def test_a_url_is_not_fetched(tmp_path: Path) -> None:
-    row = {"messages": asked({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, TEXT)}
+def test_a_picture_at_a_web_url_is_refused_and_not_fetched(tmp_path: Path) -> None:
+    row = {
+        "messages": user_message(
+            {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, TEXT
+        )
+    }
     with pytest.raises(PictureError, match="is not fetched; download pictures"):
         hashes_in(prompt_of(row, MediaStore(tmp_path)).messages)
 
@@ -188,32 +196,46 @@ def test_a_url_is_not_fetched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": asked("?"), "videos": ["a.mp4"]}, "only text and images are read, so drop the column"),
-        ({"messages": asked("?"), "audios": ["a.wav"]}, "only text and images are read, so drop the column"),
-        ({"messages": asked({"type": "video", "video": "a.mp4"})}, "only text and images are read"),
-        ({"messages": asked({"type": "input_audio", "input_audio": {}})}, "only text and images are read"),
+        (
+            {"messages": user_message("?"), "videos": ["a.mp4"]},
+            "only text and images are read, so drop the column",
+        ),
+        (
+            {"messages": user_message("?"), "audios": ["a.wav"]},
+            "only text and images are read, so drop the column",
+        ),
+        ({"messages": user_message({"type": "video", "video": "a.mp4"})}, "only text and images are read"),
+        (
+            {"messages": user_message({"type": "input_audio", "input_audio": {}})},
+            "only text and images are read",
+        ),
         ({"prompt": "<image>?", "images": [RED]}, "has images beside a plain `prompt`"),
         (
-            {"messages": asked("<image><image>?"), "images": [RED]},
+            {"messages": user_message("<image><image>?"), "images": [RED]},
             r"1 image\(s\), and its messages have room for 2",
         ),
-        ({"messages": asked({"type": "image"}), "images": [RED, BLUE]}, r"2 image\(s\), .* room for 1"),
-        ({"messages": asked({"type": "image"}, TEXT)}, r"0 image\(s\), .* room for 1"),
-        ({"messages": asked("?"), "images": 3}, "images is a int; expected a list"),
+        (
+            {"messages": user_message({"type": "image"}), "images": [RED, BLUE]},
+            r"2 image\(s\), .* room for 1",
+        ),
+        ({"messages": user_message({"type": "image"}, TEXT)}, r"0 image\(s\), .* room for 1"),
+        ({"messages": user_message("?"), "images": 3}, "images is a int; expected a list"),
     ],
 )
-def test_rows_that_cannot_be_meant_are_refused_in_one_line(row: dict[str, Any], message: str) -> None:
+def test_rows_with_other_media_or_wrong_numbers_of_images_are_refused_in_one_line(
+    row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message) as raised:
         load_dataset([row])
     assert "\n" not in str(raised.value)
 
 
-def test_a_literal_marker_without_images_is_text() -> None:
-    prompt = load_dataset([{"messages": asked("what does <image> mean?")}]).prompt(0, key="k", epoch=0)
+def test_a_literal_image_marker_in_a_row_without_images_is_text() -> None:
+    prompt = load_dataset([{"messages": user_message("what does <image> mean?")}]).prompt(0, key="k", epoch=0)
     assert prompt.messages == ({"role": "user", "content": "what does <image> mean?"},)
 
 
-def test_a_stored_picture_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_a_stored_picture_whose_bytes_changed_is_refused(tmp_path: Path) -> None:
     store = MediaStore(tmp_path)
     name = store.put(RED)
     store.path(name).write_bytes(BLUE)
@@ -223,22 +245,22 @@ def test_a_stored_picture_that_was_changed_is_refused(tmp_path: Path) -> None:
         store.get("../../etc/passwd")
 
 
-def test_a_url_for_another_program_leaves_nothing_to_turn_or_to_mix() -> None:
+def test_data_urls_for_servers_are_rotated_and_without_transparency() -> None:
     assert as_plain_url(RED) == URL
-    turned, clear = io.BytesIO(), io.BytesIO()
+    rotated, transparent = io.BytesIO(), io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (40, 24), "red").save(turned, format="JPEG", exif=exif)
-    Image.new("RGBA", (40, 24), (255, 0, 0, 10)).save(clear, format="PNG")
+    Image.new("RGB", (40, 24), "red").save(rotated, format="JPEG", exif=exif)
+    Image.new("RGBA", (40, 24), (255, 0, 0, 10)).save(transparent, format="PNG")
     sent = [
         Image.open(io.BytesIO(base64.b64decode(as_plain_url(one.getvalue()).partition(",")[2])))
-        for one in (turned, clear)
+        for one in (rotated, transparent)
     ]
     assert [one.mode for one in sent] == ["RGB", "RGB"] and [one.size for one in sent] == [(24, 40), (40, 24)]
-    assert sent[1].getpixel((0, 0)) == (255, 0, 0), "as the model's processor drops transparency"
+    assert sent[1].getpixel((0, 0)) == (255, 0, 0), "transparency is dropped as by the model's processor"
 
 
-def test_a_file_whose_name_begins_with_a_tilde_is_a_file(tmp_path: Path) -> None:
+def test_a_tilde_is_the_home_folder_only_if_a_slash_follows(tmp_path: Path) -> None:
     (tmp_path / "~draft.png").write_bytes(RED)
     assert as_source("~draft.png", tmp_path) == str(tmp_path / "~draft.png")
     assert as_source("~/a.png", tmp_path) == str(Path.home() / "a.png")

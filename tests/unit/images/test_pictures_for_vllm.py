@@ -1,4 +1,4 @@
-"""Rows with pictures as vLLM gets them: one placeholder per picture, pixels as the student has them, ids compared."""
+"""Rows with pictures as sent to vLLM: one placeholder per picture, pixels as the student has them, ids compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_remote import Server, run, whole
+from test_remote import Server, complete_answer, run
 from vision_models import folder_of, picture, reader_of
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
@@ -30,28 +30,33 @@ def reader(tmp_path: Path) -> PictureReader:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_picture_is_sent_in_the_size_in_which_it_is_cut(
+def test_a_picture_is_sent_to_vllm_in_the_size_in_which_it_is_cut_into_patches(
     reader: PictureReader, size: tuple[int, int]
 ) -> None:
-    """So a server that resizes otherwise has nothing to resize, and the same pixels."""
+    """So a server that resizes differently has nothing to resize, and gets the same pixels."""
     noise = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), np.uint8)
     data = _png(noise)
     sent = base64.b64decode(reader.url(reader.store.put(data)).partition(",")[2])
     own, theirs = reader.processor.process(data), reader.processor.process(sent)
     assert all(np.array_equal(own[name], theirs[name]) for name in own)
     if size == (48, 32):
-        assert sent == data, "the bytes as they came"
+        assert sent == data, "a picture of that size is sent unchanged"
 
 
-def test_an_engine_sends_one_placeholder_per_picture_and_compares_the_ids(reader: PictureReader) -> None:
+def test_the_engine_sends_vllm_one_placeholder_per_picture_and_compares_the_ids_it_read(
+    reader: PictureReader,
+) -> None:
     request = _request(reader)
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
-        """Two tokens, then an abort as by a pause; the rest when asked again."""
+        """Two tokens and an abort, as in a pause; then the rest."""
         drawn = body["token_ids"][4:]
         body["sampling_params"]["max_tokens"] = 2
         reason = "length" if drawn else "abort"
-        return {**whole(body, finish_reason=reason), "prompt_token_ids": [*request.tokens.tolist(), *drawn]}
+        return {
+            **complete_answer(body, finish_reason=reason),
+            "prompt_token_ids": [*request.tokens.tolist(), *drawn],
+        }
 
     server = Server(answer)
 
@@ -69,18 +74,20 @@ def test_an_engine_sends_one_placeholder_per_picture_and_compares_the_ids(reader
 @pytest.mark.parametrize(
     ("read", "message"), [([50, 51], "the server read 2 ids"), (None, "the server does not say which ids")]
 )
-def test_other_ids_than_the_row_s_fail_the_row(reader: PictureReader, read: Any, message: str) -> None:
-    server = Server(lambda body: {**whole(body), "prompt_token_ids": read})
+def test_a_row_fails_if_the_server_read_other_ids_or_does_not_say_which(
+    reader: PictureReader, read: Any, message: str
+) -> None:
+    server = Server(lambda body: {**complete_answer(body), "prompt_token_ids": read})
 
     async def body(engine: RemoteEngine) -> None:
         with pytest.raises(DataError, match=f"row seen: {message}"):
             await engine.generate([_request(reader)])
-        assert len(server.bodies) == 1, "it is not asked again"
+        assert len(server.bodies) == 1, "the request is not repeated"
 
     run([server], body, pictures=reader)
 
 
-def test_an_engine_without_a_reader_of_pictures_refuses_them(reader: PictureReader) -> None:
+def test_a_remote_engine_without_a_picture_reader_refuses_pictures(reader: PictureReader) -> None:
     async def body(engine: RemoteEngine) -> None:
         with pytest.raises(RefusedError, match="has pictures"):
             await engine.generate([_request(reader)])
@@ -88,7 +95,7 @@ def test_an_engine_without_a_reader_of_pictures_refuses_them(reader: PictureRead
     run([Server()], body)
 
 
-def test_new_weights_drop_the_features_of_pictures(reader: PictureReader) -> None:
+def test_new_weights_reset_the_encoder_cache_of_a_server_that_reads_pictures(reader: PictureReader) -> None:
     """vLLM's worker drops them when it loads weights; its scheduler would believe that they are still there."""
     for pictures in (reader, None):
         server = Server()

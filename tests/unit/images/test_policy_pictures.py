@@ -69,8 +69,8 @@ def policy_of(folder: Path, store: MediaStore, **changes: Any) -> Policy:
     return Policy(load_student(str(folder)).model, settings(**changes), pictures=reader_of(folder, store))
 
 
-def test_the_average_has_the_frozen_weights_too(tmp_path: Path) -> None:
-    """A teacher that takes the average takes every weight."""
+def test_averaged_weights_include_the_frozen_weights(tmp_path: Path) -> None:
+    """A teacher that takes the averaged weights needs all weights."""
     policy = policy_of(folder_of(FAMILIES[0]), MediaStore(tmp_path), freeze_vision=True, ema_decay=0.9)
     averaged, named = policy.averaged_weights(), policy.named_weights()
     assert [name for name, _ in averaged] == [name for name, _ in named]
@@ -105,8 +105,10 @@ def test_logprobs_and_gradients_equal_plain_transformers(family: str, frozen: bo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_picture_gives_another_logprob(family: str, tmp_path: Path) -> None:
-    """Equal ids, other pictures: rows of one batch do not share what they see."""
+def test_rows_with_equal_ids_and_different_pictures_get_different_logprobs(
+    family: str, tmp_path: Path
+) -> None:
+    """The rows are in one batch."""
     folder, store = folder_of(family), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store).select([0, 0])
     other = store.put(picture("yellow", (40, 24), (20, 8)))
@@ -125,7 +127,7 @@ def test_another_picture_gives_another_logprob(family: str, tmp_path: Path) -> N
     torch.testing.assert_close(second, alone.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_trains_the_language_part_alone(tmp_path: Path) -> None:
+def test_a_step_with_a_frozen_vision_tower_changes_only_the_language_part(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store)
     policy = policy_of(folder, store)
@@ -139,11 +141,11 @@ def test_a_step_trains_the_language_part_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
-def test_rows_without_pictures_train_the_language_part_until_one_has_some(
+def test_a_run_resumed_before_the_first_picture_continues_with_the_same_bits(
     family: str, kind: Literal["adamw", "adamw_8bit"], tmp_path: Path
 ) -> None:
-    """The vision tower may hold most of the weights; without a gradient it has no moments, and the state
-    continues to the bit."""
+    """The first updates have no pictures, so the vision tower, which may hold most of the weights, gets no gradient and
+    has no moments in the saved state."""
     folder, store = folder_of(family, layers=1), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store)
     updates = [batch.select([2]), batch.select([2, 2]), batch]
@@ -164,7 +166,7 @@ def test_rows_without_pictures_train_the_language_part_until_one_has_some(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_gradient_that_leaves_out_the_vision_tower_is_refused_if_rows_have_pictures(tmp_path: Path) -> None:
+def test_an_update_with_pictures_is_refused_if_the_vision_tower_gets_no_gradient(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl", layers=1), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store)
     policy = policy_of(folder, store, freeze_vision=False)
@@ -176,14 +178,16 @@ def test_a_gradient_that_leaves_out_the_vision_tower_is_refused_if_rows_have_pic
         policy.update(batch, cross_entropy, token_mean(batch))
 
 
-def test_packed_rows_are_refused(tmp_path: Path) -> None:
+def test_a_policy_that_reads_pictures_refuses_packed_rows(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="reads pictures and trains on padded rows"):
         policy_of(folder_of("qwen3_vl"), MediaStore(tmp_path), layout=Layout.PACKED)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("language_only", [True, False])
-def test_the_layers_with_adapters_are_known_before_they_get_them(family: str, language_only: bool) -> None:
+def test_adapted_weights_names_the_layers_to_which_add_lora_adds_adapters(
+    family: str, language_only: bool
+) -> None:
     pytest.importorskip("peft")
     model = load_student(str(folder_of(family))).model
     targets = ("q_proj", "down_proj", "fc1", "qkv")

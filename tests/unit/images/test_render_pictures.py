@@ -1,4 +1,4 @@
-"""Prompts with pictures have the ids that transformers' own processors give; literal placeholders are text."""
+"""Prompts with pictures have the ids that transformers' processors give; literal placeholders are text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def renderer_of(family: str, store: MediaStore) -> Renderer:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_are_those_of_the_models_own_processor(family: str, tmp_path: Path) -> None:
+def test_rendered_ids_equal_those_of_transformers_processor(family: str, tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     pictures = [picture("red"), picture("blue", (70, 30), (5, 5)), picture("green", (33, 100))]
     messages = [
@@ -94,7 +94,7 @@ def test_ids_are_those_of_the_models_own_processor(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_literal_placeholder_in_a_message_is_text(family: str, tmp_path: Path) -> None:
+def test_a_literal_placeholder_in_a_message_is_rendered_as_text(family: str, tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     renderer = renderer_of(family, store)
     assert renderer.pictures is not None
@@ -118,7 +118,7 @@ def test_a_literal_placeholder_in_a_message_is_text(family: str, tmp_path: Path)
         )
 
 
-def test_a_text_student_refuses_pictures_and_a_bad_picture_names_its_reason(tmp_path: Path) -> None:
+def test_a_text_student_refuses_pictures_and_a_missing_picture_is_reported(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     rows = [
         {"messages": [{"role": "user", "content": "<image>?"}], "images": [picture("red")]},
@@ -132,7 +132,7 @@ def test_a_text_student_refuses_pictures_and_a_bad_picture_names_its_reason(tmp_
         renderer_of("qwen3_vl", store).render(data.prompt(1, key="b", epoch=0))
 
 
-def test_a_prompt_with_pictures_is_never_cut(tmp_path: Path) -> None:
+def test_a_prompt_with_pictures_is_refused_and_not_truncated(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     row = {"messages": [{"role": "user", "content": "<image>" + "long " * 20}], "images": [picture("red")]}
     data = load_dataset([row]).storing(Pictures(store))
@@ -149,8 +149,8 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_with_one_marker_for_each_picture(family: str, tmp_path: Path) -> None:
-    """Also of pictures that touch, and of the beginning of a row that holds the first one only."""
+def test_the_placeholders_of_each_picture_are_replaced_by_one_marker(family: str, tmp_path: Path) -> None:
+    """Also for adjacent pictures, and for the beginning of a row that has only the first picture."""
     store = MediaStore(tmp_path)
     reader = reader_of(folder_of(family), store)
     names = tuple(store.put(picture("red", size)) for size in ((40, 24), (70, 30), (24, 24)))
@@ -164,8 +164,10 @@ def test_ids_with_one_marker_for_each_picture(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_placeholders_text_in_a_teachers_own_prompt_is_text(family: str, tmp_path: Path) -> None:
-    """As in the student's prompt: a row without pictures may hold it."""
+def test_a_literal_placeholder_in_a_teachers_own_prompt_is_rendered_as_text(
+    family: str, tmp_path: Path
+) -> None:
+    """As in the student's prompt."""
     renderer = renderer_of(family, MediaStore(tmp_path / "media"))
     assert renderer.pictures is not None
     literal = renderer.pictures.processor.placeholder_texts[0]

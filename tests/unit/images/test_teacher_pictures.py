@@ -61,8 +61,8 @@ def items_of(folder: Path, store: MediaStore) -> list[ScoreItem]:
 
 
 def expected(folder: Path, item: ScoreItem, pictures: Sequence[bytes]) -> torch.Tensor:
-    """float32 [P, V]: the teacher's log-probabilities by its own forward of this row alone, over all ids but
-    the placeholders."""
+    """float32 [P, V]: the teacher's log-probabilities over all ids but the placeholders, by a forward of this row
+    alone."""
     hidden = list(reader_of(folder, MediaStore(folder)).processor.placeholder_ids)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -71,11 +71,13 @@ def expected(folder: Path, item: ScoreItem, pictures: Sequence[bytes]) -> torch.
     return logits.log_softmax(-1)[torch.from_numpy(item.positions.astype(np.int64)) - 1]
 
 
-def check_scores(scores: TeacherScores, item: ScoreItem, theirs: torch.Tensor) -> None:
+def check_scores(scores: TeacherScores, item: ScoreItem, reference: torch.Tensor) -> None:
     written = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
-    np.testing.assert_allclose(scores.sampled_logprobs, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
+    np.testing.assert_allclose(
+        scores.sampled_logprobs, reference.gather(1, written[:, None])[:, 0], atol=1e-5
+    )
     assert scores.logprobs is not None
-    np.testing.assert_allclose(scores.logprobs, theirs.topk(4).values, atol=1e-5)
+    np.testing.assert_allclose(scores.logprobs, reference.topk(4).values, atol=1e-5)
 
 
 class Started:
@@ -94,7 +96,7 @@ class Started:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_equal_plain_transformers(family: str, tmp_path: Path) -> None:
+def test_scores_of_rows_with_pictures_equal_plain_transformers(family: str, tmp_path: Path) -> None:
     folder, store = folder_of(family, seed=3), MediaStore(tmp_path)
     frozen = replace(load_frozen(str(folder)), pictures=reader_of(folder, store))
     scorer = Scorer("t", frozen)
@@ -106,7 +108,7 @@ def test_scores_equal_plain_transformers(family: str, tmp_path: Path) -> None:
     assert family.startswith("qwen") or scorer.frozen.pictures is not None
 
 
-def test_packed_scoring_is_refused(tmp_path: Path) -> None:
+def test_a_scorer_that_reads_pictures_refuses_packed_rows(tmp_path: Path) -> None:
     frozen = load_frozen(str(folder_of("qwen3_vl")))
     with pytest.raises(TeacherError, match="reads pictures and scores padded rows"):
         Scorer("t", frozen, ScorerOptions(layout=ScoringLayout.PACKED))
@@ -119,7 +121,9 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     started.replica.end()
 
 
-def test_a_replica_gets_each_picture_once_and_scores_it(replica: Started, tmp_path: Path) -> None:
+def test_a_replica_scores_pictures_sent_earlier_and_refuses_unknown_ones(
+    replica: Started, tmp_path: Path
+) -> None:
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
     reader = reader_of(folder, store)
     items = items_of(folder, store)
@@ -127,7 +131,7 @@ def test_a_replica_gets_each_picture_once_and_scores_it(replica: Started, tmp_pa
     found = replica.score(items, store, usable=usable)
     for item, own, shown in zip(items, found, ROWS, strict=True):
         check_scores(own, item, expected(folder, item, [PICTURES[place] for place in shown]))
-    # It has them now: a client without the pictures may ask.
+    # The replica has the pictures now, so a client need not have them.
     again = replica.score(items, None, usable=usable)
     np.testing.assert_array_equal(found[1].sampled_logprobs, again[1].sampled_logprobs)
     new = replace(items[0], media=(store.put(picture("white", (40, 24), (1, 1))),))
@@ -135,7 +139,7 @@ def test_a_replica_gets_each_picture_once_and_scores_it(replica: Started, tmp_pa
         replica.score([new], None, usable=usable)
 
 
-def test_swapped_pictures_change_the_scores(replica: Started, tmp_path: Path) -> None:
+def test_swapping_the_pictures_of_a_row_changes_its_scores(replica: Started, tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
     items = items_of(folder, store)
     same_size = [store.put(picture(colour, (40, 24), (3, 3))) for colour in ("orange", "purple")]
@@ -153,7 +157,7 @@ def test_swapped_pictures_change_the_scores(replica: Started, tmp_path: Path) ->
         check_scores(scores, one, expected(folder, one, [store.get(name) for name in one.media]))
 
 
-def test_placeholders_that_are_not_those_of_the_pictures_are_refused(
+def test_a_row_whose_placeholders_do_not_match_its_pictures_is_refused(
     replica: Started, tmp_path: Path
 ) -> None:
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
@@ -162,7 +166,9 @@ def test_placeholders_that_are_not_those_of_the_pictures_are_refused(
         replica.score([item], store)
 
 
-def test_a_file_that_is_no_picture_is_refused_and_the_replica_lives(replica: Started, tmp_path: Path) -> None:
+def test_a_file_that_is_no_picture_is_refused_and_the_replica_keeps_serving(
+    replica: Started, tmp_path: Path
+) -> None:
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
     items = items_of(folder, store)
     bad = replace(items[0], media=(store.put(b"not a picture at all"),))
@@ -171,8 +177,10 @@ def test_a_file_that_is_no_picture_is_refused_and_the_replica_lives(replica: Sta
     assert len(replica.score(items, store)) == len(items)
 
 
-def test_the_pool_sends_a_picture_with_its_fixed_tokens(replica: Started, tmp_path: Path) -> None:
-    """The identity has scores that depend on a picture, and the pool's canary passes."""
+def test_the_pools_probe_and_its_score_cache_take_pictures_into_account(
+    replica: Started, tmp_path: Path
+) -> None:
+    """The scores in the replica's identity depend on a picture, and the pool's canary passes."""
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
     items = items_of(folder, store)
 
@@ -200,16 +208,16 @@ def test_the_pool_sends_a_picture_with_its_fixed_tokens(replica: Started, tmp_pa
     )
     hidden = reader.processor.placeholder_ids
     probe = probe_items(len(processor_vocabulary(folder)), CONTEXT, hidden, shown)[0]
-    theirs = expected(folder, probe, [PROBE_PICTURE])
+    reference = expected(folder, probe, [PROBE_PICTURE])
     written = torch.from_numpy(probe.tokens[probe.positions].astype(np.int64))
-    np.testing.assert_allclose(fixed, theirs.gather(1, written[:, None])[:, 0], atol=1e-5)
+    np.testing.assert_allclose(fixed, reference.gather(1, written[:, None])[:, 0], atol=1e-5)
     assert np.abs(first.sampled_logprobs - second.sampled_logprobs).max() > 1e-3, (
-        "the cache forgot the picture"
+        "the key of the cache lacks the picture"
     )
     np.testing.assert_allclose(first.sampled_logprobs, third.sampled_logprobs, atol=1e-5)
 
 
-def test_replicas_that_read_pictures_otherwise_are_not_one_teacher(replica: Started) -> None:
+def test_replicas_with_different_image_processors_are_not_accepted_as_one_teacher(replica: Started) -> None:
     async def ask() -> Any:
         async with ReplicaClient(replica.url, TOKEN, teacher="t") as client:
             return await identify(client)
@@ -222,7 +230,9 @@ def test_replicas_that_read_pictures_otherwise_are_not_one_teacher(replica: Star
         check_same(identity, found, "1")
 
 
-def test_another_patching_is_refused_with_the_numbers(replica: Started, tmp_path: Path) -> None:
+def test_a_teacher_that_cuts_pictures_differently_is_refused_with_both_sizes(
+    replica: Started, tmp_path: Path
+) -> None:
     other = make_model(
         tmp_path / "other", "qwen3_vl", image_options={"size": {"shortest_edge": 256, "longest_edge": 1024}}
     )
@@ -249,7 +259,9 @@ def test_a_text_teacher_refuses_a_row_with_pictures(replica: Started, tmp_path: 
     check_row(text_only, items[2])
 
 
-def test_the_cache_and_the_echo_know_the_pictures(replica: Started, tmp_path: Path) -> None:
+def test_the_keys_of_the_score_cache_and_request_digests_depend_on_the_pictures(
+    replica: Started, tmp_path: Path
+) -> None:
     async def manifest() -> Any:
         async with ReplicaClient(replica.url, TOKEN, teacher="t") as client:
             return await client.manifest()
@@ -263,12 +275,12 @@ def test_the_cache_and_the_echo_know_the_pictures(replica: Started, tmp_path: Pa
     assert decode_request(encode_request(request_of([item, other]))).media == (item.media, other.media)
 
 
-def test_a_request_without_pictures_has_the_bytes_it_had_before(tmp_path: Path) -> None:
+def test_an_encoded_request_without_pictures_has_no_media_field(tmp_path: Path) -> None:
     item = replace(items_of(folder_of("qwen3_vl"), MediaStore(tmp_path))[2], media=())
     assert b"media" not in encode_request(request_of([item]))
 
 
-def test_the_pictures_of_a_killed_replica_are_removed_by_the_next(
+def test_the_next_replica_removes_the_pictures_of_a_killed_one_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -279,13 +291,13 @@ def test_the_pictures_of_a_killed_replica_are_removed_by_the_next(
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as killed:
         assert killed.stdout is not None and killed.stdout.readline()
-        (left,) = tmp_path.iterdir()
+        (folder_of_killed,) = tmp_path.iterdir()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        beside = ReplicaMedia(PictureLimits())
-        assert left.exists(), "the replica lives, and keeps its pictures"
+        running = ReplicaMedia(PictureLimits())
+        assert folder_of_killed.exists(), "the first replica still runs and keeps its pictures"
         killed.kill()
     media = ReplicaMedia(PictureLimits())
-    assert not left.exists()
-    beside.close()
+    assert not folder_of_killed.exists()
+    running.close()
     media.close()
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A tool may return pictures: the student reads them in its next turn, and the row names them."""
+"""A tool may return pictures: the student reads them in its next turn, and the row lists them."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Camera:
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_picture_of_a_tool_is_part_of_the_row(role: str, tmp_path: Path) -> None:
+def test_a_picture_returned_by_a_tool_is_part_of_the_row(role: str, tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     tokenizer, reader = AutoTokenizer.from_pretrained(folder), reader_of(folder, store)
     renderer = Renderer(tokenizer, context=500, pictures=reader)
     row = {"messages": [{"role": "user", "content": "<image>look"}], "images": [RED]}
     prompt = load_dataset([row]).storing(Pictures(store)).prompt(0, key="p", epoch=0)
-    asked: list[tuple[int, tuple[str, ...]]] = []
+    requested: list[tuple[int, tuple[str, ...]]] = []
 
     async def generate(
         tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
     ) -> Generation:
-        asked.append((len(tokens), context.pictures_in("p", tokens, media)))
+        requested.append((len(tokens), context.pictures_in("p", tokens, media)))
         text = '<tool_call>{"name": "camera", "arguments": {}}</tool_call>' if turn == 0 else "done"
         ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], dtype=np.int32)
         return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), StopReason.EOS)
@@ -64,14 +64,14 @@ def test_a_picture_of_a_tool_is_part_of_the_row(role: str, tmp_path: Path) -> No
     context = begin()
     loop = ToolLoop([Camera(BLUE)], tool_role=role)
     done = checked_outputs(asyncio.run(loop.run(prompt, context)), context)[0]
-    assert [media for _, media in asked] == [(hash_of(RED),), (hash_of(RED), hash_of(BLUE))]
+    assert [media for _, media in requested] == [(hash_of(RED),), (hash_of(RED), hash_of(BLUE))]
     assert done.media == (hash_of(RED), hash_of(BLUE)) and store.get(hash_of(BLUE)) == BLUE
     places = np.isin(done.tokens, reader.processor.placeholder_ids)
     assert int(places.sum()) == reader.count(hash_of(RED)) + reader.count(hash_of(BLUE))
     assert not (places & done.loss_mask).any()
     context = begin()
-    torn = checked_outputs(
+    unreadable = checked_outputs(
         asyncio.run(ToolLoop([Camera(b"torn")], tool_role=role).run(prompt, context)), context
     )[0]
-    assert torn.media == (hash_of(RED),) and torn.metrics["tool/error"] == 1
-    assert "is not a readable picture" in tokenizer.decode(torn.tokens.tolist())
+    assert unreadable.media == (hash_of(RED),) and unreadable.metrics["tool/error"] == 1
+    assert "is not a readable picture" in tokenizer.decode(unreadable.tokens.tolist())

@@ -1,4 +1,4 @@
-"""Features of pictures are computed once, equal those of the model, and are not read after the tower changed."""
+"""Features of pictures are computed once, equal the model's, and are dropped when the vision tower changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_tower_reads_each_picture_once_for_all_rows_and_steps(family: str, tmp_path: Path) -> None:
+def test_a_frozen_vision_tower_computes_each_picture_once_for_all_rows_and_steps(
+    family: str, tmp_path: Path
+) -> None:
     folder, store = folder_of(family), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store)
     frozen, learning = (policy_of(folder, store, freeze_vision=one) for one in (True, False))
@@ -57,8 +59,8 @@ def full_determinism() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_pictures_go_through_the_tower_together(family: str, tmp_path: Path) -> None:
-    """Each gets its own features, whatever its size and place, and those of the tower's output for it alone."""
+def test_pictures_computed_together_get_the_same_features_as_each_alone(family: str, tmp_path: Path) -> None:
+    """Whatever their sizes and their order."""
     folder, store = folder_of(family), MediaStore(tmp_path)
     model, reader = load_student(str(folder)).model, reader_of(folder, store)
     sizes = [(40, 24), (70, 30), (33, 60), (40, 24), (24, 24)]
@@ -76,10 +78,12 @@ def test_new_pictures_go_through_the_tower_together(family: str, tmp_path: Path)
             np.testing.assert_equal(one.grid, alone[name].grid)
     assert (features.forwards, features.computed) == (2, 5)
     first, fourth = together[names[0]].pooled, together[names[3]].pooled
-    assert (first - fourth).abs().max() > 1e-3, "two pictures of one size"
+    assert (first - fourth).abs().max() > 1e-3, "two different pictures of one size"
 
 
-def test_one_forward_of_the_tower_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_one_vision_tower_forward_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     model, reader = load_student(str(folder)).model, reader_of(folder, store)
     names = [store.put(picture("red", dot=(i, i))) for i in range(7)]
@@ -91,8 +95,8 @@ def test_one_forward_of_the_tower_is_bounded(tmp_path: Path, monkeypatch: pytest
     assert list(features.of(model, names[:2])) == names[:2] and features.forwards == 5
 
 
-def test_a_tile_that_the_tower_leaves_out_moves_no_other_picture(tmp_path: Path) -> None:
-    """transformers takes tiles of zeros for padding."""
+def test_an_all_zero_tile_does_not_shift_the_features_of_other_pictures(tmp_path: Path) -> None:
+    """transformers takes all-zero tiles for padding and leaves them out."""
     folder, store = folder_of("smolvlm"), MediaStore(tmp_path)
     model, reader = load_student(str(folder)).model, reader_of(folder, store)
     reader.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
@@ -104,7 +108,7 @@ def test_a_tile_that_the_tower_leaves_out_moves_no_other_picture(tmp_path: Path)
         assert torch.equal(together[name].pooled, alone[name].pooled)
 
 
-def test_fast_runs_read_new_pictures_together(tmp_path: Path) -> None:
+def test_policy_engine_and_scorer_of_fast_runs_compute_new_pictures_together(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     policy = policy_of(folder, store)
     policy.logprobs(batch_with_pictures(folder, store), 10_000)
@@ -126,8 +130,8 @@ def test_fast_runs_read_new_pictures_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("full_determinism")
-def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
-    """A resumed run starts with nothing kept."""
+def test_cached_features_give_the_same_bits_as_an_empty_cache(tmp_path: Path) -> None:
+    """A resumed run starts with an empty cache."""
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     batch = batch_with_pictures(folder, store)
     warm, cold = policy_of(folder, store), policy_of(folder, store)
@@ -136,7 +140,7 @@ def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
         assert torch.equal(own, other)
 
 
-def test_only_so_many_bytes_are_kept(tmp_path: Path) -> None:
+def test_cached_features_stay_within_their_byte_limit(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     model, names = (
         load_student(str(folder)).model,
@@ -152,11 +156,11 @@ def test_only_so_many_bytes_are_kept(tmp_path: Path) -> None:
     assert torch.equal(features.of(model, names[:1])[names[0]].pooled, one.pooled) and features.computed == 6
 
 
-def test_a_text_model_has_none(tmp_path: Path) -> None:
+def test_a_model_without_a_picture_reader_has_no_feature_cache(tmp_path: Path) -> None:
     assert features_for(load_student(str(folder_of("qwen3_vl"))).model, None, together=True) is None
 
 
-def test_sessions_of_a_prompt_share_them_and_new_weights_do_not(tmp_path: Path) -> None:
+def test_sessions_of_a_prompt_share_cached_features_and_new_weights_drop_them(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     engine, other = engine_of(folder, store), engine_of(folder_of("qwen3_vl", seed=8), store)
     request = requests_of(folder, store, temperature=1.0)[1]
@@ -179,7 +183,7 @@ def test_sessions_of_a_prompt_share_them_and_new_weights_do_not(tmp_path: Path) 
     np.testing.assert_array_equal(ours[0], theirs[0])
 
 
-def test_a_frozen_tower_keeps_them_over_new_weights(tmp_path: Path) -> None:
+def test_a_frozen_vision_tower_keeps_cached_features_over_new_weights(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     engine = engine_of(folder, store)
     freeze_vision(engine._model)
@@ -196,9 +200,9 @@ def test_a_frozen_tower_keeps_them_over_new_weights(tmp_path: Path) -> None:
     assert asyncio.run(run()) == 1
 
 
-def test_copied_weights_with_the_same_tower_keep_them(tmp_path: Path) -> None:
-    """An engine process does not know whether the tower is frozen; it sees what comes. A copy that failed half-way and
-    brought another tower is not forgotten by the next one, which brings the same."""
+def test_cached_features_are_kept_if_copied_weights_have_the_same_vision_tower(tmp_path: Path) -> None:
+    """An engine process does not know whether the tower is frozen; it compares the weights it gets. If a copy that
+    failed half-way brought another tower, the next copy, which brings the same tower, still drops the features."""
     folder, store = folder_of("qwen3_vl"), MediaStore(tmp_path)
     engine = engine_of(folder, store)
     request = requests_of(folder, store, temperature=1.0)[0]
@@ -228,7 +232,7 @@ def test_copied_weights_with_the_same_tower_keep_them(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [1, 1, 2, 3]
 
 
-def test_a_teacher_reads_a_picture_once_until_its_weights_change(tmp_path: Path) -> None:
+def test_a_teacher_computes_a_picture_once_until_its_weights_change(tmp_path: Path) -> None:
     folder, store = folder_of("qwen3_vl", seed=3), MediaStore(tmp_path)
     scorer = Scorer("t", replace(load_frozen(str(folder)), pictures=reader_of(folder, store)))
     items = items_of(folder, store)

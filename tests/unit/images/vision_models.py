@@ -202,7 +202,7 @@ def reader_of(folder: Path, store: MediaStore) -> PictureReader:
 
 
 def plain_inputs(folder: Path, ids: np.ndarray, pictures: list[bytes]) -> dict[str, torch.Tensor]:
-    """What transformers' own processor gives for one row; none of our code."""
+    """The inputs that transformers' processor gives for one row, without our code."""
     tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
     if not pictures:
         return {"input_ids": tokens}

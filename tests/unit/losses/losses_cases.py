@@ -1,4 +1,4 @@
-"""Random students and teachers for the loss tests, and the fp64 reference they are held against."""
+"""Random students and teachers for the loss tests, and the fp64 reference they are compared with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
         )
 
     def reference(self, objective: Objective, rounded_to: torch.dtype) -> tuple[LossOutput, list[Tensor]]:
-        """The plain twin in float64, on the values `rounded_to` can hold."""
+        """The plain loss in float64, on the values that `rounded_to` can represent."""
         leaves = [
             None if tensor is None else tensor.to(rounded_to).double().requires_grad_()
             for tensor in (self.hidden, self.weight, self.bias)

@@ -124,7 +124,7 @@ def expected_reverse_kl(theta: Tensor) -> Tensor:
 
 
 def _rest(theta: Tensor, first: str) -> Tensor:
-    """The probability that two more letters follow: completions that are cut otherwise are not enumerated."""
+    """The probability that two more letters follow: completions that end otherwise are not enumerated."""
     return sum((logq(theta, first + second)[2:].sum().exp() for second in PAIRS), torch.zeros(())).detach()
 
 
@@ -161,12 +161,14 @@ def loss_gradient(theta: Tensor, objective: Objective, k: int = 0) -> Tensor:
         pytest.param(Objective(kind="k3+", signal="sampled"), id="k3+"),
     ],
 )
-def test_the_gradient_is_that_of_the_chains(theta: Tensor, objective: Objective) -> None:
+def test_the_expected_gradient_of_estimators_is_that_of_the_chain_values(
+    theta: Tensor, objective: Objective
+) -> None:
     found = loss_gradient(theta, objective)
     assert torch.allclose(found, gradient_of_chain_values(theta), rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_the_gradient_of_the_reverse_kl_between_chains(theta: Tensor) -> None:
+def test_the_expected_gradient_of_k2_is_that_of_the_reverse_kl_between_chains(theta: Tensor) -> None:
     """∇ Σ q·log(q/p) = Σ q·r·∇log q + ∇ Σ q, and the mass of all chains is 1 where the student writes letters only."""
     with torch.no_grad():
         theta[:, 2:] = -1e4  # neither c nor <eos>
@@ -175,7 +177,7 @@ def test_it_is_the_gradient_of_the_reverse_kl_between_chains(theta: Tensor) -> N
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6) and found.abs().max() > 0.01
 
 
-def test_values_count_a_chain_for_each_of_its_tokens(theta: Tensor) -> None:
+def test_every_token_of_a_chain_has_the_log_ratio_of_the_whole_chain(theta: Tensor) -> None:
     for text in COMPLETIONS:
         _, inputs = inputs_of(theta, text)
         assert inputs.teacher_logprobs_N is not None and inputs.behaviour_logprobs_N is not None
@@ -190,8 +192,10 @@ def test_values_count_a_chain_for_each_of_its_tokens(theta: Tensor) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_divergences_compare_the_beginnings_of_the_candidates_after_each_bound(theta: Tensor, k: int) -> None:
-    """Forward KL over the first letters of the teacher's K best and one bucket for the rest; nothing within a chain."""
+def test_forward_kl_compares_the_first_letters_of_the_teachers_candidates_after_each_bound(
+    theta: Tensor, k: int
+) -> None:
+    """Forward KL over the first letters of the teacher's K best and one bucket for the rest; zero within a chain."""
     for text in COMPLETIONS:
         student, inputs = inputs_of(theta, text, k)
         output = Objective(kind="forward_kl", signal="topk")(student, inputs)

@@ -1,4 +1,5 @@
-"""Given answers against their definition: cross-entropy and divergences apply, terms for drawn tokens do not."""
+"""Given answers compared with the definition: cross-entropy and divergences apply to them, terms for drawn tokens do
+not."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ POLICY = {
 @pytest.mark.parametrize("anchor", POLICY)
 @pytest.mark.parametrize("distilled", ["k1 as an advantage", "k2"])
 def test_terms_for_drawn_tokens_are_zero_at_given_ones(distilled: str, anchor: str, path: str) -> None:
-    """Task gradient, estimator (as a loss or an advantage) and KL to the reference, against their formulas over the
-    drawn tokens alone. What given tokens hold there does not matter."""
+    """Task gradient, estimator (as a loss or an advantage) and KL to the reference, compared with their formulas over
+    the drawn tokens alone. Their values at given tokens must not matter."""
     as_advantage, drawn = distilled != "k2", ~GIVEN
     r_now = log_softmax(LOGITS)[np.arange(6), IDS] - LOG_P[np.arange(6), IDS]  # constant in an advantage
 
@@ -133,7 +134,7 @@ def test_a_truncated_ratio_is_not_taken_at_given_tokens() -> None:
     np.testing.assert_allclose(gradient, numeric(expected), atol=1e-8)
 
 
-def test_the_mark_of_given_tokens_is_a_mask() -> None:
+def test_given_tokens_must_be_marked_by_a_bool_mask() -> None:
     ids, weights = torch.tensor([1]), torch.ones(1)
     with pytest.raises(LossInputError, match=r"given_N must be bool \[1\]; got float32 \[1\]"):
         LossInputs(token_ids_N=ids, weights_N=weights, given_N=torch.ones(1))

@@ -1,4 +1,5 @@
-"""verl's clamps of the distillation term: its own figures, exact enumeration, every path, what is refused and printed."""
+"""verl's clamps of the distillation term: figures by verl, exact enumeration, every path, what is refused and
+printed."""
 
 from __future__ import annotations
 
@@ -65,11 +66,11 @@ def test_a_recipe_with_verls_keys_gives_verls_figures(run: dict, path: str) -> N
 
 
 def test_the_figures_cover_a_sum_below_zero_and_clamped_tokens() -> None:
-    """Otherwise the figures would hold without the clamps as well."""
+    """Otherwise the figures would be the same without the clamps."""
     inputs, logits = inputs_of(FIGURES), StudentLogits(torch.tensor(FIGURES["student_logits"]))
     free = Objective("forward_kl", tail="drop")(logits, inputs).per_token_N
-    held = Objective("forward_kl", tail="drop", clamp_at_zero=True)(logits, inputs).per_token_N
-    assert int((free < 0).sum()) == 4 and held.tolist() == free.clamp_min(0).tolist()
+    clamped = Objective("forward_kl", tail="drop", clamp_at_zero=True)(logits, inputs).per_token_N
+    assert int((free < 0).sum()) == 4 and clamped.tolist() == free.clamp_min(0).tolist()
     output = Objective("k1", "sampled", policy_gradient=True, loss_max_clamp=0.5)(logits, inputs)
     assert metric_results(output.metrics)["actor/distillation/clamped_share"] == pytest.approx(5 / 12)
 
@@ -90,7 +91,7 @@ OBJECTIVES = [
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda it: f"{it.kind}-{it.signal}-{it.discount}")
-def test_the_fused_path_equals_the_fp64_twin(objective: Objective) -> None:
+def test_the_fused_path_with_clamps_equals_the_fp64_reference(objective: Objective) -> None:
     case = make_case(seed=12, dtype=torch.float32)
     expected, expected_gradients = case.reference(objective, torch.float32)
     student = case.student(torch.float32)
@@ -103,14 +104,14 @@ def test_the_fused_path_equals_the_fp64_twin(objective: Objective) -> None:
 
 
 @pytest.mark.parametrize("path", ["plain", "fused"])
-def test_the_clamped_policy_gradient_over_every_token(path: str) -> None:
-    """E over y ~ q of ∇[−ρ·A] with A = −clamp(r, ±c): each token's r is held before it becomes an advantage."""
+def test_the_clamped_policy_gradient_equals_its_enumeration_over_every_token(path: str) -> None:
+    """E over y ~ q of ∇[−ρ·A] with A = −clamp(r, ±c): each token's r is clamped before it becomes an advantage."""
     generator = np.random.default_rng(5)
     z, teacher = generator.normal(size=9) * 1.5, generator.normal(size=9) * 1.5
     q, p = np.exp(z) / np.exp(z).sum(), np.exp(teacher) / np.exp(teacher).sum()
-    held = np.clip(np.log(q / p), -0.6, 0.6)
+    clamped = np.clip(np.log(q / p), -0.6, 0.6)
     assert 0 < int((np.abs(np.log(q / p)) > 0.6).sum()) < 9
-    expected = q * held - q * np.sum(q * held)
+    expected = q * clamped - q * np.sum(q * clamped)
     leaf = torch.tensor(np.tile(z, (9, 1)), requires_grad=True)
     inputs = LossInputs(
         token_ids_N=torch.arange(9), weights_N=torch.tensor(q), teacher_logprobs_N=torch.tensor(np.log(p)),
@@ -132,12 +133,12 @@ def test_the_clamped_policy_gradient_over_every_token(path: str) -> None:
         ({"kind": "forward_kl", "tail": "drop", "log_prob_min_clamp": 0.5}, "must be below 0; got 0.5"),
     ],
 )
-def test_clamps_that_make_no_sense(settings: dict, reason: str) -> None:
+def test_contradictory_or_invalid_clamps_are_refused(settings: dict, reason: str) -> None:
     with pytest.raises(LossInputError, match=reason):
         describe_objective(**settings)
 
 
-def test_the_formula_shows_the_clamps() -> None:
+def test_the_printed_formula_shows_the_clamps() -> None:
     verls = describe_objective(
         "forward_kl", tail="drop", clamp_at_zero=True, loss_max_clamp=10.0, log_prob_min_clamp=-10.0
     )
@@ -150,19 +151,19 @@ def test_the_formula_shows_the_clamps() -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
     loss = {"tail": "drop", "clamp_at_zero": True, "loss_max_clamp": 10.0, "log_prob_min_clamp": -10.0}
     assert describe(parse_recipe({**table, "loss": loss}).loss).formula == verls.formula, (
-        "what `check` prints"
+        "the formula that `check` prints"
     )
     assert "[clamp(r²/2, ±2)]" in describe_objective("mse", "sampled", loss_max_clamp=2.0).formula
 
 
-def test_reverse_kl_without_a_tail_is_noted() -> None:
+def test_the_description_of_reverse_kl_without_a_tail_points_to_student_mass() -> None:
     """Three of three students left the teacher's candidates within 15 steps, and the loss did not show it."""
     assert "student_mass" in str(describe_objective("reverse_kl", tail="drop"))
     assert "student_mass" not in str(describe_objective("reverse_kl"))
     assert "student_mass" not in str(describe_objective("forward_kl", tail="drop"))
 
 
-def test_verls_names_of_estimators_are_values_of_both_keys() -> None:
+def test_verls_names_of_estimators_are_accepted_for_kind_and_kl_kind() -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
     for name, ours in ESTIMATOR_ALIASES.items():
         loss = {"kind": name, "signal": "sampled", "policy_gradient": True}

@@ -1,4 +1,4 @@
-"""The distance between engine and trainer, measured and made up for; and the leash to a reference."""
+"""The mismatch between engine and trainer, measured and corrected; and the KL term to a reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def spread(values: list[float]) -> list[float]:
         ("geometric", spread([total / length for total, length in zip(SUMS, LENGTHS, strict=True)])),
     ],
 )
-def test_weights_at_each_level(level: str, log_ratios: list[float]) -> None:
+def test_importance_weights_cap_and_drop_ratios_per_token_sequence_or_geometric_mean(
+    level: str, log_ratios: list[float]
+) -> None:
     ratios = [math.exp(value) for value in log_ratios]
     weighed = importance_weights(OLD, BEHAVIOUR, LENGTHS, CorrectionSettings(weigh=level, cap=1.3))
     assert weighed.tolist() == pytest.approx([min(ratio, 1.3) for ratio in ratios], rel=1e-5)
@@ -52,7 +54,7 @@ def test_weights_at_each_level(level: str, log_ratios: list[float]) -> None:
     assert importance_weights(OLD, BEHAVIOUR, LENGTHS, both).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_equal_logprobs_change_nothing() -> None:
+def test_equal_logprobs_give_weights_of_one_and_no_mismatch() -> None:
     settings = CorrectionSettings(weigh="sequence", drop="token")
     assert importance_weights(OLD, OLD, LENGTHS, settings).tolist() == [1.0] * 6
     measured = mismatch_metrics(OLD, OLD, LENGTHS)
@@ -60,7 +62,7 @@ def test_equal_logprobs_change_nothing() -> None:
     assert measured["rollout_corr/abs_diff_max"] == measured["rollout_corr/k3_kl"] == 0.0
 
 
-def test_mismatch_in_numbers() -> None:
+def test_mismatch_metrics_follow_their_formulas() -> None:
     measured = mismatch_metrics(OLD, BEHAVIOUR, LENGTHS)
     delta = DELTA.tolist()
     assert measured["rollout_corr/kl"] == pytest.approx(-sum(delta) / 6, abs=1e-6)
@@ -76,7 +78,7 @@ def test_mismatch_in_numbers() -> None:
     assert mismatch_metrics(torch.zeros(0), torch.zeros(0), []) == {}
 
 
-def test_what_a_correction_did() -> None:
+def test_correction_metrics_report_the_shares_that_were_capped_and_dropped() -> None:
     settings = CorrectionSettings(weigh="token", cap=2.0, drop="sequence", low=0.5, high=10.0)
     weights = importance_weights(OLD, BEHAVIOUR, LENGTHS, settings)
     metrics = correction_metrics(weights, OLD, BEHAVIOUR, LENGTHS, settings)
@@ -96,7 +98,7 @@ def test_misaligned_or_broken_logprobs_are_refused() -> None:
         mismatch_metrics(OLD, torch.full_like(OLD, float("nan")), LENGTHS)
 
 
-def test_ratio_against_old_weight_between_old_and_behaviour() -> None:
+def test_the_policy_loss_clips_the_ratio_to_old_and_weighs_by_old_over_behaviour() -> None:
     """The clipped ratio is q / q_old; the engine's own probability enters only as the factor in front."""
     logp = torch.tensor([-1.0, -2.0, -0.3], requires_grad=True)
     old, behaviour = torch.tensor([-1.2, -1.5, -0.3]), torch.tensor([-1.5, -1.0, -0.3])
@@ -110,7 +112,7 @@ def test_ratio_against_old_weight_between_old_and_behaviour() -> None:
         expected.append(min(math.exp(o - b), 1.25) * -min(ratio * a, clipped * a))
     assert found.loss_N.tolist() == pytest.approx(expected, rel=1e-5)
     capped = policy_loss(logp, advantages, behaviour, old, ClipSettings(0.2, 0.2, tis_cap=1.25))
-    assert capped.loss_N.tolist() == pytest.approx(expected, rel=1e-5), "tis_cap is weigh = 'token'"
+    assert capped.loss_N.tolist() == pytest.approx(expected, rel=1e-5), "tis_cap equals weigh = 'token'"
     with pytest.raises(LossInputError, match="give one of them"):
         policy_loss(logp, advantages, behaviour, old, ClipSettings(tis_cap=2.0), weights)
 
@@ -127,8 +129,8 @@ def task_inputs(count: int, **more: torch.Tensor) -> LossInputs:
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3", "k3+", "abs"])
-def test_reference_kl_joins_the_loss_on_every_path(kind: str) -> None:
-    """Value and gradient of task + kl_coef · estimate, from whole logits, from the fused path, and by hand."""
+def test_the_reference_kl_term_adds_its_value_and_gradient_on_every_path(kind: str) -> None:
+    """Value and gradient of task + kl_coef · estimate, from whole logits, from the fused path, and from the formula."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, 4, generator=generator, requires_grad=True)
     weight = torch.randn(7, 4, generator=generator)

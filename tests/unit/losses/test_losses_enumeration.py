@@ -94,7 +94,9 @@ def divergence_inputs(p: np.ndarray, ids: np.ndarray | None) -> LossInputs:
         ("at_ids", "bucket"),
     ],
 )
-def test_divergences(kind: str, signal: str, tail: str, path: str) -> None:
+def test_divergences_and_their_gradients_equal_their_definitions(
+    kind: str, signal: str, tail: str, path: str
+) -> None:
     z, p = random_pair(seed=len(kind))
     best = {"hidden": None, "topk": np.argsort(-p)[:CANDIDATES], "at_ids": np.argsort(-z)[:CANDIDATES]}[
         signal
@@ -142,7 +144,9 @@ def expected_gradient(objective: Objective, z: np.ndarray, p: np.ndarray, path: 
         ("kl", True, "reverse_kl"),
     ],
 )
-def test_what_an_estimator_really_descends(kind: str, policy_gradient: bool, truth: str, path: str) -> None:
+def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(
+    kind: str, policy_gradient: bool, truth: str, path: str
+) -> None:
     z, p = random_pair(seed=3)
     found = expected_gradient(Objective(kind, "sampled", policy_gradient=policy_gradient), z, p, path)
     definition = DEFINITIONS[truth]
@@ -161,7 +165,7 @@ def test_abs_moves_each_token_by_the_sign_of_its_log_ratio() -> None:
     )
 
 
-def test_k1_differentiated_would_teach_nothing() -> None:
+def test_k1_as_a_loss_has_zero_expected_gradient() -> None:
     """Why it is refused: Σ q·∇log q = 0, whatever the teacher says."""
     from understudy.losses.estimators import k1
 
@@ -172,7 +176,7 @@ def test_k1_differentiated_would_teach_nothing() -> None:
     np.testing.assert_allclose(leaf.grad.numpy(), 0, atol=1e-12)
 
 
-def test_a_per_position_divergence_as_advantage_would_teach_nothing() -> None:
+def test_a_divergence_as_an_advantage_has_zero_expected_gradient() -> None:
     """Why it is refused: E[∇log q(y) · A] = 0 when A does not depend on y."""
     z, _ = random_pair(seed=6)
     leaf = torch.tensor(z, requires_grad=True)
@@ -182,8 +186,8 @@ def test_a_per_position_divergence_as_advantage_would_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clipped_importance_sampling_over_every_token(seed: int) -> None:
-    """OPD's policy gradient off policy: Σ_y behaviour(y) · ∇[−min(ρA, clip(ρ)A)] for A = −k1, enumerated by hand."""
+def test_the_clipped_policy_gradient_equals_its_enumeration_over_every_token(seed: int) -> None:
+    """The off-policy policy gradient: Σ_y behaviour(y) · ∇[−min(ρA, clip(ρ)A)] for A = −k1, enumerated."""
     generator = np.random.default_rng(seed)
     z, p = random_pair(seed)
     q, behaviour = softmax(z), softmax(z + 0.4 * generator.normal(size=VOCAB))

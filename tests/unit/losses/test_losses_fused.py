@@ -1,4 +1,4 @@
-"""The fused paths equal the plain twin: values, gradients, edge cases, and the curve they train to.
+"""The fused paths equal the plain path: values, gradients, edge cases, and the curve they train to.
 
 Uninitialised memory is filled with NaN throughout, so an output that no kernel wrote cannot pass.
 """
@@ -50,7 +50,7 @@ def name_of(objective: Objective) -> str:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
-def test_chunked_torch_equals_the_fp64_twin(objective: Objective, dtype: torch.dtype) -> None:
+def test_the_chunked_torch_path_equals_the_fp64_reference(objective: Objective, dtype: torch.dtype) -> None:
     case = make_case(seed=11, spread=2.0 if dtype == torch.float32 else 1.0, dtype=dtype)
     expected, expected_gradients = case.reference(objective, dtype)
     student = case.student(dtype)
@@ -73,7 +73,7 @@ def test_chunked_torch_equals_the_fp64_twin(objective: Objective, dtype: torch.d
     ("kind", "signal"), [("forward_kl", "topk"), ("reverse_kl", "hidden"), ("k2", "sampled")]
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_softcap_scale_temperature_and_bias(
+def test_softcap_logit_scale_temperature_and_bias_equal_the_fp64_reference(
     kind: str, signal: str, softcap: float | None, logit_scale: float, temperature: float, bias: bool
 ) -> None:
     objective = Objective(kind, signal, chunk_bytes=4_000)
@@ -95,7 +95,7 @@ def test_softcap_scale_temperature_and_bias(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_shapes(seed: int) -> None:
+def test_gradients_for_random_shapes_equal_the_fp64_reference(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens, width, vocab = (int(torch.randint(1, high, (1,), generator=generator)) for high in (40, 20, 130))
     candidates = int(torch.randint(1, vocab + 1, (1,), generator=generator))
@@ -127,7 +127,7 @@ def test_teacher_head_may_be_longer_or_shorter_than_the_students() -> None:
             assert float(student.weight_VH.grad[padding:].abs().max()) == 0.0
 
 
-def test_upstream_factor_reaches_the_gradients_once() -> None:
+def test_a_factor_on_the_loss_scales_the_gradients_and_a_second_backward_raises() -> None:
     case = make_case(seed=1, dtype=torch.float32)
     plain, scaled = case.student(torch.float32), case.student(torch.float32)
     objective = Objective("forward_kl")
@@ -140,7 +140,7 @@ def test_upstream_factor_reaches_the_gradients_once() -> None:
         loss.backward()
 
 
-def test_frozen_parts_get_no_gradient_and_the_rest_is_unchanged() -> None:
+def test_frozen_parts_of_a_head_get_no_gradient_and_others_the_same_one() -> None:
     case = make_case(seed=1, dtype=torch.float32)
     objective = Objective("reverse_kl", "hidden")
     free, frozen = case.student(torch.float32), case.student(torch.float32)
@@ -163,7 +163,7 @@ def test_without_gradients_the_value_is_the_same_and_has_no_graph() -> None:
     assert metric_results(without.metrics) == metric_results(with_graph.metrics)
 
 
-def test_a_tied_head_gets_both_gradients() -> None:
+def test_a_tied_embedding_gets_the_gradients_of_hidden_states_and_head() -> None:
     case = make_case(seed=1, bias=False, dtype=torch.float32)
     embedding = case.weight.float().requires_grad_()
     twin = case.weight.float().requires_grad_()
@@ -210,7 +210,7 @@ def test_fused_and_plain_train_to_the_same_curve() -> None:
     assert curves[0][-1] < 0.5 * curves[0][0]
 
 
-def test_autocast_around_the_call_changes_nothing() -> None:
+def test_autocast_around_the_objective_changes_no_bit() -> None:
     case = make_case(seed=4, dtype=torch.float32)
     plain, inside = case.student(torch.float32), case.student(torch.float32)
     objective = Objective("forward_kl")
@@ -246,7 +246,7 @@ def test_triton_is_refused_where_it_cannot_run() -> None:
         Objective("forward_kl", backend="cuda")(case.student(torch.float32), case.inputs)
 
 
-def test_inputs_move_and_slice_as_one() -> None:
+def test_loss_inputs_are_moved_and_sliced_together() -> None:
     inputs = make_case(seed=1, dtype=torch.float32).inputs
     part = inputs.to("cpu").rows(3, 9)
     assert isinstance(part, LossInputs) and part.num_tokens == 6 and part.max_id == inputs.max_id

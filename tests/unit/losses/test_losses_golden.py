@@ -37,7 +37,7 @@ def both_students(logits: torch.Tensor, temperature: float = 1.0) -> list[tuple[
 @pytest.mark.parametrize(
     "run", VERL["forward_kl_topk"]["runs"], ids=lambda run: str(run["log_prob_min_clamp"])
 )
-def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
+def test_forward_kl_on_top_k_without_a_tail_equals_verls(run: dict) -> None:
     case = VERL["forward_kl_topk"]
     logits = torch.tensor(case["student_logits"])
     count = len(logits)
@@ -63,7 +63,7 @@ def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", VERL["estimators"]["runs"])
-def test_estimators_are_verls(kind: str) -> None:
+def test_estimators_equal_verls(kind: str) -> None:
     case = VERL["estimators"]
     student = torch.tensor(case["student_logprob"], requires_grad=True)
     value = estimate(kind, student, torch.tensor(case["teacher_logprob"]))
@@ -77,7 +77,7 @@ def test_every_estimator_has_a_golden_figure() -> None:
 
 
 @pytest.mark.parametrize(("name", "function"), [("grpo", grpo), ("grpo_no_std", grpo_no_std), ("rloo", rloo)])
-def test_group_advantages_are_verls(name: str, function: object) -> None:
+def test_group_advantages_equal_verls(name: str, function: object) -> None:
     case = VERL["advantages"]
     mask = torch.tensor(case["mask"]).bool()
     rewards = torch.tensor(case["rewards"]).sum(-1)
@@ -85,7 +85,7 @@ def test_group_advantages_are_verls(name: str, function: object) -> None:
     assert_near(advantages, torch.tensor(case["runs"][name])[mask])
 
 
-def test_gae_is_verls() -> None:
+def test_gae_equals_verls() -> None:
     case = VERL["advantages"]
     run = case["runs"]["gae"]
     mask = torch.tensor(case["mask"]).bool()
@@ -101,14 +101,14 @@ def test_gae_is_verls() -> None:
 
 
 @pytest.mark.parametrize("mode", VERL["agg_loss"]["runs"])
-def test_reductions_are_verls(mode: str) -> None:
+def test_reductions_equal_verls(mode: str) -> None:
     case = VERL["agg_loss"]
     mask = torch.tensor(case["mask"]).bool()
     weights = token_weights(mask.sum(-1), mode)
     assert_near((weights * torch.tensor(case["loss"])[mask]).sum(), case["runs"][mode])
 
 
-def test_clipped_policy_loss_is_verls() -> None:
+def test_clipped_policy_loss_equals_verls() -> None:
     case = VERL["policy_loss"]
     mask = torch.tensor(case["mask"]).bool()
     logp = torch.tensor(case["new"], requires_grad=True)
@@ -123,7 +123,7 @@ def test_clipped_policy_loss_is_verls() -> None:
 
 
 @pytest.mark.parametrize("run", TRL["runs"], ids=lambda run: f"beta{run['beta']}-T{run['temperature']}")
-def test_generalised_jsd_is_trls(run: dict) -> None:
+def test_generalised_jsd_equals_trls(run: dict) -> None:
     logits, teacher = torch.tensor(TRL["student_logits"]), torch.tensor(TRL["teacher_logits"])
     count, vocab = logits.shape
     inputs = LossInputs(

@@ -1,4 +1,4 @@
-"""Metrics: names, exact merging, diagnostics that never touch the gradient."""
+"""Metrics: names, exact merging, and diagnostics that do not affect the gradient."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_merging_keeps_means_of_unequal_parts_exact() -> None:
         merge_metrics([{"mean": MetricSum(1.0, 1.0)}, {"mean": MetricTotal(1.0)}])
 
 
-def test_ranks_exchange_floats_and_get_the_same_result() -> None:
+def test_metrics_sent_between_ranks_are_floats_with_the_same_results() -> None:
     output = Objective("forward_kl")(make_case(seed=1).student(torch.float64), make_case(seed=1).inputs)
     sent = metrics_to_host(output.metrics)
     assert metric_results(sent) == metric_results(output.metrics)
@@ -45,7 +45,7 @@ def test_ranks_exchange_floats_and_get_the_same_result() -> None:
     assert metric_results({}) == {}
 
 
-def test_tokens_without_weight_do_not_count() -> None:
+def test_tokens_with_zero_weight_do_not_count_in_metrics() -> None:
     case = make_case(seed=2, dtype=torch.float32)
     weights = case.inputs.weights_N.clone()
     weights[5:] = 0.0
@@ -64,7 +64,7 @@ def test_tokens_without_weight_do_not_count() -> None:
         assert whole[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_divergence_by_position_shows_where_in_a_response_it_is() -> None:
+def test_loss_at_metrics_give_the_divergence_by_position_in_the_response() -> None:
     positions = torch.tensor([0, 15, 16, 300, 5000])
     inputs = LossInputs(
         token_ids_N=torch.zeros(5, dtype=torch.int64),
@@ -86,7 +86,7 @@ def test_divergence_by_position_shows_where_in_a_response_it_is() -> None:
     )
 
 
-def test_names_are_verls_where_verl_has_one() -> None:
+def test_metric_names_are_verls_where_verl_has_one() -> None:
     case = make_case(seed=2, dtype=torch.float32)
     output = Objective("forward_kl", task_coef=0.5)(case.student(torch.float32), case.inputs)
     expected = {
@@ -97,7 +97,7 @@ def test_names_are_verls_where_verl_has_one() -> None:
     assert expected <= output.metrics.keys()
 
 
-def test_entropy_and_logprobs_are_the_softmaxs_own() -> None:
+def test_entropy_and_logprobs_are_those_of_the_softmax() -> None:
     case = make_case(seed=2)
     student = case.student(torch.float64, requires_grad=False)
     output = Objective("k2", "sampled")(student, case.inputs)
@@ -108,8 +108,8 @@ def test_entropy_and_logprobs_are_the_softmaxs_own() -> None:
     assert not output.per_token_N.requires_grad and not output.logprobs_N.requires_grad
 
 
-def test_identical_models_show_zero_at_equal_temperatures_and_not_at_unequal_ones() -> None:
-    """Dividing the student's logits by the rollout temperature while the teacher stays at 1 invents a divergence."""
+def test_identical_models_have_zero_divergence_only_at_equal_temperatures() -> None:
+    """Dividing only the student's logits by the rollout temperature makes a divergence where there is none."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 2
     log_p = torch.log_softmax(logits, -1).topk(10)
     inputs = LossInputs(

@@ -1,4 +1,4 @@
-"""Tokens with fewer than K candidates, as of a teacher with another tokenizer: every path equals a smaller K."""
+"""Tokens with fewer than K candidates, as from a teacher with another tokenizer: every path equals a smaller K."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def on_device(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_an_entry_without_a_candidate_is_as_if_it_were_not_there(kind: str, backend: str) -> None:
-    """Against float64 with a smaller K, token by token; a token without any has no loss and no gradient at all."""
+def test_entries_without_a_candidate_give_the_same_loss_as_a_smaller_k(kind: str, backend: str) -> None:
+    """Compared with float64 and a smaller K, token by token; a token without any candidate has no loss and no
+    gradient."""
     case = make_case(seed=5, tokens=4)
     gaps = with_gaps(case)
     objective = Objective(kind=kind, signal="topk", backend=backend)
@@ -71,7 +72,7 @@ def test_an_entry_without_a_candidate_is_as_if_it_were_not_there(kind: str, back
     assert torch.allclose(per_token.double(), plain.per_token_N.double(), rtol=1e-5, atol=1e-6)
     for one, expected in zip(found, plain_gradients, strict=True):
         assert torch.allclose(one.double(), expected, rtol=1e-4, atol=1e-6)
-    assert per_token[EMPTY] == 0.0 and (found[0][EMPTY] == 0.0).all(), "exactly"
+    assert per_token[EMPTY] == 0.0 and (found[0][EMPTY] == 0.0).all(), "exactly zero"
     for token, count in ((FEWER, 3), (0, 5), (3, 5)):
         alone = one_token(case, token, count)
         expected, (hidden, *_) = alone.reference(objective, torch.float32)
@@ -80,7 +81,7 @@ def test_an_entry_without_a_candidate_is_as_if_it_were_not_there(kind: str, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masses_count_candidates_alone(backend: str) -> None:
+def test_student_and_teacher_mass_sum_over_candidates_only(backend: str) -> None:
     gaps = with_gaps(make_case(seed=5, tokens=4))
     objective = Objective(kind="forward_kl", signal="topk", backend=backend)
     student = gaps.student(torch.float32)
@@ -92,7 +93,7 @@ def test_masses_count_candidates_alone(backend: str) -> None:
     assert 0 < columns["student_mass"][FEWER] < 1
 
 
-def test_a_record_without_gaps_says_so() -> None:
+def test_inputs_without_gaps_have_no_mask_of_missing_candidates() -> None:
     case = make_case(tokens=4)
     assert case.inputs.no_candidate_NK is None and case.inputs.rows(0, 2).no_candidate_NK is None
     found = with_gaps(case).inputs.rows(1, 3).no_candidate_NK

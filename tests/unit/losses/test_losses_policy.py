@@ -68,7 +68,7 @@ def test_clip_stops_gains_and_dual_clip_bounds_losses() -> None:
 
 
 @pytest.mark.parametrize("with_old", [True, False])
-def test_truncated_importance_weights_bound_the_engine_not_the_clip(with_old: bool) -> None:
+def test_tis_cap_bounds_the_importance_weight_but_not_the_clipped_ratio(with_old: bool) -> None:
     logp = torch.tensor([-1.0, -1.0], requires_grad=True)
     old = torch.tensor([-1.0, -1.0]) if with_old else None
     behaviour = torch.tensor([-4.0, -1.5])
@@ -79,7 +79,7 @@ def test_truncated_importance_weights_bound_the_engine_not_the_clip(with_old: bo
     assert result.clipped_N.tolist() == [0.0, 0.0]
 
 
-def test_old_logprobs_are_the_anchor_where_given() -> None:
+def test_the_ratio_is_taken_to_old_logprobs_if_given_and_else_to_behaviour() -> None:
     logp = torch.tensor([0.1], requires_grad=True)
     near = policy_loss(logp, torch.ones(1), torch.tensor([-9.0]), torch.tensor([0.1]), ClipSettings())
     far = policy_loss(logp, torch.ones(1), torch.tensor([-9.0]), None, ClipSettings())
@@ -93,7 +93,7 @@ def test_missing_logprobs_are_refused_by_name() -> None:
         policy_loss(torch.zeros(1), torch.ones(1), None, torch.zeros(1), ClipSettings(tis_cap=2.0))
 
 
-def test_discount_reaches_back_within_a_sequence_only() -> None:
+def test_discounted_distillation_sums_only_later_tokens_of_the_same_sequence() -> None:
     signal = torch.tensor([1.0, 2.0, 4.0, 8.0])
     found = discounted_distillation(signal, torch.tensor([7, 7, 7, 3]), 0.5)
     assert found.tolist() == [-(1 + 1 + 1), -(2 + 2), -4.0, -8.0]
@@ -106,7 +106,7 @@ def test_discount_reaches_back_within_a_sequence_only() -> None:
         objective(StudentLogits(logits_with_logprobs(student)), opd_inputs(student, teacher, student))
 
 
-def test_a_discount_is_not_asked_for_a_teacher_that_the_loss_leaves_out() -> None:
+def test_a_discount_needs_no_teacher_logprobs_when_distill_coef_is_zero() -> None:
     objective = Objective("k1", policy_gradient=True, discount=0.5, distill_coef=0.0, task_coef=1.0)
     inputs = LossInputs(
         token_ids_N=torch.zeros(2, dtype=torch.int64),
@@ -120,15 +120,15 @@ def test_a_discount_is_not_asked_for_a_teacher_that_the_loss_leaves_out() -> Non
 def test_per_token_clamp_scales_value_and_gradient_and_is_counted() -> None:
     student, teacher = [-5.0, -1.0], [-0.1, -1.2]
     inputs = opd_inputs(student, teacher, student)
-    free, held = (logits_with_logprobs(student).requires_grad_() for _ in range(2))
+    free, clamped = (logits_with_logprobs(student).requires_grad_() for _ in range(2))
     Objective("k2", "sampled")(StudentLogits(free), inputs).loss.backward()
-    output = Objective("k2", "sampled", per_token_clamp=2.0)(StudentLogits(held), inputs)
+    output = Objective("k2", "sampled", per_token_clamp=2.0)(StudentLogits(clamped), inputs)
     output.loss.backward()
     value = 4.9**2 / 2
     assert output.per_token_N.tolist() == pytest.approx([2.0, 0.02], abs=1e-5)
-    torch.testing.assert_close(held.grad[0], free.grad[0] * 2.0 / value, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(held.grad[1], free.grad[1])
-    assert float(held.grad[0].abs().max()) > 0.5  # a clamp would have killed it
+    torch.testing.assert_close(clamped.grad[0], free.grad[0] * 2.0 / value, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(clamped.grad[1], free.grad[1])
+    assert float(clamped.grad[0].abs().max()) > 0.5  # an ordinary clamp would have made it zero
     assert metric_results(output.metrics)["actor/distillation/clamped_share"] == 0.5
 
 
@@ -147,13 +147,13 @@ def test_task_and_distillation_terms_add_with_their_coefficients() -> None:
 
 
 @pytest.mark.parametrize("name", SEQUENCE_ADVANTAGES)
-def test_groups_of_one_and_groups_of_equals_give_zero(name: str) -> None:
+def test_groups_of_one_or_with_equal_rewards_have_zero_advantage(name: str) -> None:
     rewards = torch.tensor([0.7, 1.0, 1.0, 0.2])
     advantages = SEQUENCE_ADVANTAGES[name](rewards, ["alone", "same", "same", "other"])
     assert advantages.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_group_size_one_still_distils() -> None:
+def test_a_group_of_one_still_has_a_distillation_gradient() -> None:
     student, teacher = [-1.0], [-0.5]
     advantage = SEQUENCE_ADVANTAGES["grpo"](torch.tensor([1.0]), ["p"])
     inputs = opd_inputs(student, teacher, student, advantages_N=advantage)
@@ -180,7 +180,7 @@ def test_gae_of_one_sequence_by_hand() -> None:
         gae(torch.zeros(2), torch.zeros(2), [3])
 
 
-def test_bad_rewards_and_group_keys() -> None:
+def test_bad_rewards_and_group_keys_are_refused() -> None:
     for function in SEQUENCE_ADVANTAGES.values():
         with pytest.raises(LossInputError, match="group keys"):
             function(torch.zeros(2), ["a"])

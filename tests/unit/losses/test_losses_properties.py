@@ -1,4 +1,4 @@
-"""Properties that hold for every input, tried on many."""
+"""Properties that hold for every input, tested on many random inputs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_candidates_that_are_the_whole_vocabulary_give_the_full_divergence(
     tail=st.sampled_from(["bucket", "renormalise"]),
 )
 @few
-def test_equality_is_zero_with_zero_gradient(seed: int, spread: float, kind: str, tail: str) -> None:
+def test_equal_distributions_have_zero_loss_and_zero_gradient(
+    seed: int, spread: float, kind: str, tail: str
+) -> None:
     logits = random_rows(seed, spread).requires_grad_()
     log_p = torch.log_softmax(logits.detach(), -1)
     output = Objective(kind, tail=tail)(StudentLogits(logits), candidate_inputs(log_p, log_p.topk(5).indices))
@@ -90,7 +92,7 @@ def test_equality_is_zero_with_zero_gradient(seed: int, spread: float, kind: str
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_equal_heads_are_zero_over_the_full_vocabulary(kind: str) -> None:
+def test_equal_heads_have_zero_loss_and_gradient_over_the_full_vocabulary(kind: str) -> None:
     case = make_case(seed=8, bias=False, dtype=torch.float32)
     hidden = case.hidden.float().requires_grad_()
     weight = case.weight.float()
@@ -156,7 +158,7 @@ def test_loss_and_gradient_do_not_depend_on_how_tokens_are_split(
     cut=st.integers(0, 8),
 )
 @few
-def test_weights_do_not_depend_on_the_split_into_ranks(lengths: list[int], mode: str, cut: int) -> None:
+def test_token_weights_do_not_depend_on_the_split_into_ranks(lengths: list[int], mode: str, cut: int) -> None:
     whole = token_weights(lengths, mode)
     total = batch_totals(lengths)
     parts = [token_weights(part, mode, total) for part in (lengths[:cut], lengths[cut:])]
@@ -180,8 +182,8 @@ def test_log1mexp_is_accurate_at_both_ends(x: float) -> None:
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-12)
 
 
-def test_a_tail_that_rounds_away_keeps_finite_numbers_and_a_gradient() -> None:
-    """The teacher's candidates hold all of its float32 mass; the student's hold 1 − 1e-20 of its own."""
+def test_a_tail_that_rounds_to_zero_keeps_losses_and_gradients_finite() -> None:
+    """The teacher's candidates have all of its float32 mass; the student's have 1 − 1e-20 of its mass."""
     teacher = torch.log(torch.tensor([[0.75, 0.25 + 1e-6]]))
     assert math.isfinite(float(teacher_log_tail(teacher)))
     logits = torch.tensor([[50.0, 49.0, 0.0, -1.0]], requires_grad=True)
@@ -200,8 +202,8 @@ def test_a_tail_that_rounds_away_keeps_finite_numbers_and_a_gradient() -> None:
     assert tail.grad[0] == 1.0 and tail.grad[2] == 1.0
 
 
-def test_a_far_away_student_is_still_pulled_onto_the_candidates() -> None:
-    """q on the candidates is about e^-30: forward KL must push there with its full strength, clamps would hide it."""
+def test_forward_kl_has_its_full_gradient_for_a_student_with_almost_no_mass_on_candidates() -> None:
+    """Its probability of the candidates is about e^-30; a clamp would hide the gradient."""
     logits = torch.full((1, 50), 30.0)
     logits[0, :2] = 0.0
     logits.requires_grad_()

@@ -1,4 +1,4 @@
-"""What is refused, and that each refusal explains itself; and that describing an objective needs no torch."""
+"""What is refused, with which explanation; and describing an objective without torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from understudy.types.loss import LossInputs, StudentHead, StudentLogits, Teache
         ({"kind": "k2", "signal": "sampled", "student_temperature": 0.0}, "temperatures"),
     ],
 )
-def test_objectives_that_make_no_sense(settings: dict, reason: str) -> None:
+def test_contradictory_objectives_are_refused_with_the_reason(settings: dict, reason: str) -> None:
     with pytest.raises(LossInputError, match=reason):
         describe_objective(**settings)
 
@@ -68,7 +68,7 @@ def test_every_objective_has_a_name_and_a_formula(kind: str) -> None:
     assert objective.name in str(objective.description)
 
 
-def test_notes_tell_what_the_gradient_really_is() -> None:
+def test_the_notes_of_a_description_say_what_the_gradient_is() -> None:
     assert "FORWARD" in str(describe_objective("k3", "sampled"))
     assert "below zero" in str(describe_objective("forward_kl", tail="drop"))
     assert "biased" in str(describe_objective("k3", "sampled", policy_gradient=True))
@@ -87,7 +87,7 @@ def test_describing_an_objective_does_not_import_torch() -> None:
     assert "top-64" in finished.stdout
 
 
-def good() -> dict:
+def valid_inputs() -> dict:
     return {
         "token_ids_N": torch.tensor([1, 2]),
         "weights_N": torch.ones(2),
@@ -139,9 +139,9 @@ def good() -> dict:
         ),
     ],
 )
-def test_bad_inputs_say_what_came_and_what_was_expected(change: dict, reason: str) -> None:
+def test_the_error_about_bad_inputs_says_what_came_and_what_was_expected(change: dict, reason: str) -> None:
     with pytest.raises(LossInputError, match=reason) as caught:
-        LossInputs(**{**good(), **change})
+        LossInputs(**{**valid_inputs(), **change})
     assert isinstance(caught.value, ValueError)
 
 
@@ -161,12 +161,12 @@ def test_bad_inputs_say_what_came_and_what_was_expected(change: dict, reason: st
         (lambda: token_weights(torch.zeros(2)), "integers"),
     ],
 )
-def test_bad_heads_and_reductions(build: object, reason: str) -> None:
+def test_bad_heads_and_reductions_are_refused(build: object, reason: str) -> None:
     with pytest.raises(LossInputError, match=reason):
         build()
 
 
-def test_calls_that_lack_what_the_objective_needs() -> None:
+def test_inputs_that_lack_what_the_objective_needs_are_refused() -> None:
     case = make_case(seed=1, dtype=torch.float32)
     student = case.student(torch.float32)
     bare = LossInputs(case.inputs.token_ids_N, case.inputs.weights_N)

@@ -1,4 +1,4 @@
-"""Ids left out of the student's softmax: loss and gradients equal those of a head that does not have their rows."""
+"""Ids left out of the student's softmax: loss and gradients equal those of a head without their rows."""
 
 import os
 from dataclasses import replace
@@ -36,7 +36,7 @@ def with_rows_in(head: StudentHead, places: torch.Tensor, rows: int) -> StudentH
     )
 
 
-def moved(inputs: LossInputs, places: torch.Tensor, rows: int) -> LossInputs:
+def renumbered(inputs: LossInputs, places: torch.Tensor, rows: int) -> LossInputs:
     """The same inputs under the ids that `places` gives."""
     assert inputs.teacher_ids_NK is not None and inputs.teacher_head is not None
     own = inputs.teacher_head.weight_VH[: len(places)]
@@ -59,7 +59,7 @@ def moved(inputs: LossInputs, places: torch.Tensor, rows: int) -> LossInputs:
         pytest.param("triton", (0, 13, 40), id="triton-padding and holes", marks=INTERPRETED),
     ],
 )
-def test_loss_and_gradients_equal_a_head_without_those_rows(
+def test_loss_and_gradients_with_unusable_ids_equal_those_of_a_head_without_their_rows(
     backend: str, kind: str, signal: str, holes: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -71,14 +71,14 @@ def test_loss_and_gradients_equal_a_head_without_those_rows(
     places = torch.tensor([number for number in range(limit) if number not in holes])
     large = with_rows_in(small, places, limit + PADDING)
     large = replace(large, usable=UsableIds(limit, holes))
-    right = Objective(kind=kind, signal=signal, backend="torch")(small, case.inputs)  # type: ignore[arg-type]
-    right.loss.backward()
-    got = objective(large, moved(case.inputs, places, limit + PADDING))
-    got.loss.backward()
-    torch.testing.assert_close(got.loss, right.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.logprobs_N, right.logprobs_N, rtol=1e-5, atol=1e-5)
+    expected_output = Objective(kind=kind, signal=signal, backend="torch")(small, case.inputs)  # type: ignore[arg-type]
+    expected_output.loss.backward()
+    output = objective(large, renumbered(case.inputs, places, limit + PADDING))
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, expected_output.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.logprobs_N, expected_output.logprobs_N, rtol=1e-5, atol=1e-5)
     hidden, weight, bias = gradients(large)
     for found, expected in zip((hidden, weight[places], bias[places]), gradients(small), strict=True):
         assert_close(found, expected, 2e-5)
     left_out = torch.tensor([*holes, *range(limit, limit + PADDING)])
-    assert not weight[left_out].any() and not bias[left_out].any(), "rows left out get no gradient"
+    assert not weight[left_out].any() and not bias[left_out].any(), "rows of unusable ids get no gradient"

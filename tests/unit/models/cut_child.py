@@ -1,4 +1,5 @@
-"""One of two processes that hold half of every model each; rank 0 prints {family: largest error in nats, or the refusal}."""
+"""One of two processes that each hold half of every model; rank 0 prints {family: largest error in nats, or the
+refusal}."""
 
 import json
 import sys

@@ -137,7 +137,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def make(name: str, seed: int = 0) -> Any:
-    """The model as `from_pretrained` would hand it over, with transformers' choice of attention."""
+    """The model as `from_pretrained` would return it, with transformers' choice of attention."""
     family = FAMILIES[name]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(

@@ -1,5 +1,5 @@
-"""A model folder that brings its own code: the quickstart's student with another activation and a tokenizer class, under a model
-type of its own."""
+"""Writes a model folder with its own code: the quickstart's student under its own model type, with another activation
+and a tokenizer class."""
 
 from __future__ import annotations
 

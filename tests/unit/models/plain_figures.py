@@ -1,4 +1,4 @@
-"""The product's figures for a model beside those of a plain transformers forward, one row at a time."""
+"""Differences between our results for a model and those of a plain transformers forward, one row at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plain_logprobs(model: Any, row: np.ndarray) -> np.ndarray:
 def scored(
     model: Any, rows: Sequence[np.ndarray], layout: ScoringLayout = ScoringLayout.AUTO
 ) -> list[np.ndarray]:
-    """Every row's log-probabilities as a teacher of this model gives them, all rows in one request."""
+    """Every row's log-probabilities from a teacher with this model, all rows in one request."""
     config = model.config.get_text_config()
     held = getattr(config, "max_position_embeddings", 1 << 20)
     frozen = FrozenModel(
@@ -75,7 +75,7 @@ def _cross_entropy(head: StudentHead, inputs: LossInputs) -> LossOutput:
 
 
 def gradient_error(model: Any, rows: Sequence[np.ndarray], **settings: Any) -> float:
-    """The largest difference of a weight's gradient, beside that gradient's largest entry."""
+    """The largest difference of a weight's gradient, relative to that gradient's largest entry."""
     plain, trained = copy.deepcopy(model), copy.deepcopy(model)
     policy = Policy(trained, PolicySettings(**settings))
     tokens = [torch.from_numpy(row.astype(np.int64)) for row in rows]

@@ -1,4 +1,4 @@
-"""`student.lora.targets` that name no layer of the student are found by its files, before it is loaded."""
+"""`student.lora.targets` that name no layer of the student are found in its files, before it is loaded."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name(tmp_path: P
             in problem
         )
     assert found(folder, targets=["q_proj", "mlp.up_proj", "lm_head"]) == ([], [])
-    assert found(folder, targets=["attn.q_proj"])[0], "whole parts of a name"
+    assert found(folder, targets=["attn.q_proj"])[0], "a target matches only whole parts of a name"
 
 
-def test_default_targets_that_a_model_lacks_are_told(tmp_path: Path) -> None:
+def test_default_targets_that_a_model_lacks_give_a_note_or_a_refusal_if_it_lacks_all(tmp_path: Path) -> None:
     """Phi-3 has one layer for queries, keys and values, and one for gate and up."""
     assert found(saved("qwen3", tmp_path / "qwen3")) == ([], [])
     problems, [note] = found(saved("phi3", tmp_path / "phi3"))
@@ -66,7 +66,7 @@ def test_default_targets_that_a_model_lacks_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "gpt-neox", "starcoder2", "qwen3-moe", "glm4"])
-def test_a_target_that_the_check_takes_gets_adapters(name: str, tmp_path: Path) -> None:
+def test_every_target_that_the_check_accepts_gets_adapters(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     folder = saved(name, tmp_path)
     own = {
@@ -82,7 +82,7 @@ def test_a_target_that_the_check_takes_gets_adapters(name: str, tmp_path: Path) 
     assert found(folder, targets=["q_porj"])[0]
 
 
-def test_nothing_is_said_of_a_model_whose_weights_are_not_here(tmp_path: Path) -> None:
+def test_targets_are_not_checked_for_a_model_whose_weights_are_not_on_this_machine(tmp_path: Path) -> None:
     folder = saved("qwen3", tmp_path)
     recipe = recipe_of(folder, {"targets": ["q_porj"]})
     (tmp_path / "model.safetensors").unlink()
@@ -90,8 +90,8 @@ def test_nothing_is_said_of_a_model_whose_weights_are_not_here(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-def test_adapters_of_experts_are_refused_because_nothing_merges_them(name: str) -> None:
-    """They would be trained, and engines and exports would get the base's experts."""
+def test_adapters_of_experts_are_refused_because_they_cannot_be_merged(name: str) -> None:
+    """They would be trained, but engines and exports would get the experts of the base model."""
     pytest.importorskip("peft")
     with pytest.raises(
         PolicyError, match=r"name weights of experts .* set student.lora.targets to other layers"

@@ -1,4 +1,4 @@
-"""`attention`: which of transformers' implementations computes a model, and what is said where it cannot."""
+"""`attention`: which of transformers' implementations computes a model, and the error where it cannot."""
 
 import copy
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from understudy.assembly.critic import critic_of, reference_of
 from understudy.assembly.engine_processes import HostSettings
 from understudy.config import parse_recipe
-from understudy.engines.hosted.process import parse_args as engine_words
+from understudy.engines.hosted.process import parse_args as engine_arguments
 from understudy.engines.local.engine import CacheLayout as EngineLayout
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.scheduler import Batching
@@ -35,13 +35,13 @@ STUDENT = ASSETS / "models" / "student"
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention sinks, sliding windows and experts; transformers has no sdpa for it."""
+    """A model with attention sinks, sliding windows and experts; transformers has no sdpa for it."""
     folder = tmp_path_factory.mktemp("models") / "gpt-oss"
     make("gpt-oss").save_pretrained(folder)
     return folder
 
 
-def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: Path) -> None:
+def test_gpt_oss_loads_with_eager_attention_and_refuses_others_with_what_to_set(gpt_oss: Path) -> None:
     assert load_frozen(str(gpt_oss)).model.config._attn_implementation == "eager"
     message = (
         r"attention = 'sdpa': GptOssForCausalLM does not support .*; leave attention out, or set \"eager\"$"
@@ -61,7 +61,7 @@ def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: P
     ("attention", "fits"), [("auto", True), ("eager", True), ("sdpa", False), ("flash_attention_2", True)]
 )
 def test_check_refuses_an_attention_that_the_model_lacks(gpt_oss: Path, attention: Any, fits: bool) -> None:
-    """As the loader does, whose words it has."""
+    """With the same words as the loader."""
     message = "attention = 'sdpa': transformers has none for 'gpt_oss' models; leave attention out, or set \"eager\""
     tables: dict[str, Any] = {
         "student": {"model": str(gpt_oss), "attention": attention},
@@ -92,8 +92,8 @@ def test_check_refuses_a_student_that_the_engine_cannot_generate_with(
     assert models_load(parse_recipe(tables), ModelFolder(tmp_path), {}) == []
 
 
-def test_attention_sinks_are_never_packed() -> None:
-    """In half precision the comparison at start is too wide to notice that sinks were left out."""
+def test_varlen_attention_refuses_attention_sinks() -> None:
+    """In half precision, the tolerance of the comparison at start is too wide to notice that sinks were left out."""
     heads = [torch.zeros(1, 2, 3, 8)] * 3
     bounds = {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 3])}
     with pytest.raises(ValueError, match="no attention sinks"):
@@ -102,8 +102,8 @@ def test_attention_sinks_are_never_packed() -> None:
         )
 
 
-def test_a_named_attention_is_the_one_that_runs() -> None:
-    """Trainer, teacher and engine keep it, over padded rows, and get the same figures."""
+def test_an_attention_chosen_in_the_recipe_is_used_by_trainer_teacher_and_engine() -> None:
+    """Over padded rows, all three equal a plain forward."""
     model: Any = load_student(str(STUDENT), attention="eager").model.eval()
     assert choose_layout(model) is Layout.PADDED
     assert choose_layout(load_student(str(STUDENT)).model) is Layout.PACKED
@@ -123,7 +123,7 @@ def test_a_named_attention_is_the_one_that_runs() -> None:
     assert set(calls) == {"eager"} and len(calls) > 20
 
 
-def test_slots_do_not_replace_a_named_attention() -> None:
+def test_an_engine_refuses_slots_for_a_model_whose_attention_was_chosen() -> None:
     shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
     config = Qwen3Config(vocab_size=40, hidden_size=32, intermediate_size=32, **shape)
     model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
@@ -143,17 +143,17 @@ def recipe_of(**changes: Any) -> Any:
     return parse_recipe(table)
 
 
-def test_the_keys_are_checked_and_reach_every_process() -> None:
+def test_the_attention_key_is_checked_and_passed_to_engine_processes() -> None:
     with pytest.raises(ConfigError, match=r"`student.attention` = 'eagr'.*did you mean 'eager'"):
         recipe_of(student={"attention": "eagr"})
     with pytest.raises(ConfigError, match="`attention` belongs to processes that this run starts"):
         outside = {"model": "m", "placement": "external", "urls": ["http://h"], "attention": "eager"}
         recipe_of(teachers={"t": outside})
     host = HostSettings("m", "float32", "cpu", 1, 1, 8, 0, Batching.COMPOSED, False, attention="eager")
-    assert engine_words(host.arguments("folder")).attention == "eager"
+    assert engine_arguments(host.arguments("folder")).attention == "eager"
 
 
-def test_critic_and_reference_follow_the_student_unless_told() -> None:
+def test_critic_and_reference_use_the_students_attention_unless_they_have_their_own() -> None:
     gae = {"advantage": "gae", "task_coef": 1.0, "kl_coef": 0.1}
     sections: dict[str, Any] = {
         "data": {"reward": "understudy.rollout.rewards.builtin:exact_match"},

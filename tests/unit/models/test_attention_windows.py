@@ -1,4 +1,4 @@
-"""Attention windows longer than every probe: packed rows where the model hands its window on, padded rows where it does not."""
+"""Attention windows longer than every probe: packed rows only for models that pass their window to attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW = 30
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _SWITCHED_ON = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}
 _CHUNKS = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
-HANDED_ON = {
+PASSED_TO_ATTENTION = {
     "mistral": Family("mistral", {"sliding_window": WINDOW}),
     "phi3": Family("phi3", {"pad_token_id": 0, "sliding_window": WINDOW}),
     "gemma3": Family("gemma3_text", {"head_dim": 8, **_TWO_KINDS}),
@@ -39,9 +39,9 @@ HANDED_ON = {
         },
     ),
 }
-IN_THE_MASK = {
+ONLY_IN_THE_MASK = {
     "phimoe": Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
-    "qwen2-moe": Family("qwen2_moe", {**HANDED_ON["qwen2-moe"].options, **_SWITCHED_ON}),
+    "qwen2-moe": Family("qwen2_moe", {**PASSED_TO_ATTENTION["qwen2-moe"].options, **_SWITCHED_ON}),
 }
 LLAMA4 = Family(
     "llama4_text",
@@ -56,7 +56,7 @@ LLAMA4 = Family(
 )
 
 
-def made(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_family(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(FAMILIES, "windowed", family)
     return make("windowed")
 
@@ -67,18 +67,22 @@ def rows_beyond_the_window() -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
-def test_a_window_that_reaches_attention_is_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(HANDED_ON[name], monkeypatch)
+@pytest.mark.parametrize("name", PASSED_TO_ATTENTION)
+def test_models_that_pass_their_window_to_attention_are_packed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(PASSED_TO_ATTENTION[name], monkeypatch)
     rows = rows_beyond_the_window()
     assert keeps_rows_apart(model) and choose_layout(model) is Layout.PACKED
     assert gradient_error(model, rows) < 1e-5
     assert score_error(model, rows, ScoringLayout.PACKED) < 2e-5
 
 
-@pytest.mark.parametrize("name", IN_THE_MASK)
-def test_a_window_in_the_mask_alone_is_not_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(IN_THE_MASK[name], monkeypatch)
+@pytest.mark.parametrize("name", ONLY_IN_THE_MASK)
+def test_models_whose_window_is_only_in_the_mask_are_not_packed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(ONLY_IN_THE_MASK[name], monkeypatch)
     rows = rows_beyond_the_window()
     assert choose_layout(model) is Layout.PADDED
     with pytest.raises(PolicyError, match="cannot train on packed rows"):
@@ -89,9 +93,11 @@ def test_a_window_in_the_mask_alone_is_not_packed(name: str, monkeypatch: pytest
         score_error(model, rows, ScoringLayout.PACKED)
 
 
-def test_llama_4_is_a_teacher_over_padded_rows_and_no_student(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names itself as its base model, and attends to chunks by its mask."""
-    model = made(LLAMA4, monkeypatch)
+def test_llama_4_works_as_a_teacher_over_padded_rows_and_is_refused_as_a_student(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its base model is the model itself, and its mask restricts attention to chunks."""
+    model = make_family(LLAMA4, monkeypatch)
     rows = rows_beyond_the_window()
     assert score_error(model, rows) < 2e-5
     with pytest.raises(TeacherError, match="its attention windows are in the mask alone"):
@@ -100,8 +106,10 @@ def test_llama_4_is_a_teacher_over_padded_rows_and_no_student(monkeypatch: pytes
         Policy(model, PolicySettings())
 
 
-def test_windows_are_shortened_in_configs_and_layers_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(HANDED_ON["gemma3"], monkeypatch)
+def test_short_windows_shortens_windows_of_config_and_layers_and_restores_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_family(PASSED_TO_ATTENTION["gemma3"], monkeypatch)
     layers = [layer.self_attn for layer in model.model.layers]
     with pytest.raises(RuntimeError, match="stop"), short_windows(model) as windowed:
         assert windowed and model.config.sliding_window == SHORT

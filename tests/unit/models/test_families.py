@@ -1,4 +1,4 @@
-"""Families of models: what the trainer, a teacher and the hf engine compute equals a plain transformers forward, row by row."""
+"""For each family of models, trainer, teacher and hf engine equal a plain transformers forward, row by row."""
 
 import pytest
 import torch
@@ -35,11 +35,11 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_a_family_equals_plain_transformers(name: str) -> None:
+def test_trainer_teacher_and_engine_equal_plain_transformers_for_common_families(name: str) -> None:
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REST)
-def test_further_families_equal_plain_transformers(name: str) -> None:
+def test_trainer_teacher_and_engine_equal_plain_transformers_for_other_families(name: str) -> None:
     check(name)

@@ -1,4 +1,5 @@
-"""Models whose code comes with them (`trust_remote_code`): loaded on request alone, the same by trainer, teacher and engine."""
+"""Models with their own code (`trust_remote_code`): loaded only on request, and equal in trainer, teacher and
+engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ ROWS = Path(__file__).parent / "three_rows.jsonl"
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder; what transformers copies of its code goes to a folder of the test's own."""
+    """The model folder; the copies that transformers makes of its code go to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")), raising=True
@@ -44,7 +45,7 @@ def recipe_of(house: Path, **trusted: bool) -> Recipe:
     )
 
 
-def test_teacher_student_and_engine_compute_what_the_folder_s_code_says(house: Path) -> None:
+def test_teacher_student_and_engine_run_the_code_in_the_model_folder(house: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(house, trust_remote_code=True).eval()
     teacher = load_frozen(str(house), trust_remote_code=True).model
     student = load_student(str(house), trust_remote_code=True).model
@@ -56,14 +57,16 @@ def test_teacher_student_and_engine_compute_what_the_folder_s_code_says(house: P
     for model in (teacher, student, adapted._model):
         assert type(model).__name__ == "HouseForCausalLM"
         torch.testing.assert_close(plain_logprobs(model.eval(), rows[0]), expected)
-    without: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "models" / "student").eval()
-    assert abs(plain_logprobs(without, rows[0]) - expected).max() > 0.1, "the code makes a difference"
+    without_code: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "models" / "student").eval()
+    assert abs(plain_logprobs(without_code, rows[0]) - expected).max() > 0.1, (
+        "the code in the folder changes the log-probabilities"
+    )
     assert score_error(plain, rows) < 2e-5
     assert gradient_error(plain, rows) < 2e-5
     assert generation_error(plain, rows[:2], 10, CONTEXT) < 2e-5
 
 
-def test_without_trust_the_refusal_is_one_line_that_says_what_to_set(house: Path) -> None:
+def test_without_trust_remote_code_a_one_line_refusal_says_what_to_set(house: Path) -> None:
     message = r"its code comes with the model \(auto_map in config.json\); set trust_remote_code = true"
     with pytest.raises(TeacherError, match=message) as refused:
         load_frozen(str(house))
@@ -74,7 +77,9 @@ def test_without_trust_the_refusal_is_one_line_that_says_what_to_set(house: Path
         load_engine(parse_args(["--model", str(house), "--max-length", "64"]))
 
 
-def test_check_says_which_key_to_set_and_a_folder_needs_no_revision(house: Path) -> None:
+def test_check_names_the_trust_remote_code_keys_to_set_and_needs_no_revision_for_a_folder(
+    house: Path,
+) -> None:
     problems = preflight(recipe_of(house))
     assert len(problems) == 2
     for section, problem in zip(("student", "teachers.t"), problems, strict=True):
@@ -83,7 +88,7 @@ def test_check_says_which_key_to_set_and_a_folder_needs_no_revision(house: Path)
     assert preflight(recipe_of(house, student=True, teacher=True)) == []
 
 
-def test_a_hub_id_still_needs_its_revision(tmp_path: Path) -> None:
+def test_trust_remote_code_with_a_hub_id_needs_a_revision(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="'org/model' is not a folder on this machine: pin it with `revision`"
     ):
@@ -92,8 +97,10 @@ def test_a_hub_id_still_needs_its_revision(tmp_path: Path) -> None:
         load_frozen("org/model", trust_remote_code=True)
 
 
-def test_code_beside_a_model_that_transformers_knows_is_not_asked_for(house: Path, tmp_path: Path) -> None:
-    """Many folders of the hub still carry the code they were published with."""
+def test_code_in_the_folder_of_a_model_that_transformers_knows_is_ignored(
+    house: Path, tmp_path: Path
+) -> None:
+    """Many folders on the hub still have the code they were published with."""
     known = write_house_model(tmp_path / "known")
     text = (known / "config.json").read_text().replace('"house"', '"qwen3"')
     (known / "config.json").write_text(text)

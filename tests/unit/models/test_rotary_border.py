@@ -1,4 +1,4 @@
-"""Models whose rotary embedding changes with length: what is computed for a row does not depend on the rows beside it."""
+"""Models whose rotary embedding changes beyond a border length: a row's results do not depend on other rows."""
 
 import copy
 from pathlib import Path
@@ -26,7 +26,7 @@ LENGTHS = (5, 60, BORDER, 40, BORDER + 1, 13, BORDER - 1)
 
 @pytest.fixture(scope="module")
 def longrope() -> Any:
-    """Phi-3 in its long form: one set of factors up to 24 tokens, another one beyond."""
+    """Phi-3's longrope: one set of factors up to 24 tokens, another one beyond."""
     torch.manual_seed(0)
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 5.0, 9.0, 14.0]}
     config = AutoConfig.for_model(
@@ -47,37 +47,40 @@ def longrope() -> Any:
 
 
 @pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
-def test_a_row_is_scored_as_if_it_were_alone(longrope: Any, layout: ScoringLayout) -> None:
-    """Also where rows on both sides of the border begin alike, and where only the last token, which is not read, lies beyond."""
+def test_scores_of_a_row_do_not_depend_on_the_lengths_of_other_rows(
+    longrope: Any, layout: ScoringLayout
+) -> None:
+    """Also if rows on both sides of the border have a common prefix, and if only the last token, which is not read, is
+    beyond it."""
     rows = rows_of(LENGTHS, VOCAB, shared=12)
     assert score_error(longrope, rows, layout) < 2e-5
 
 
-def test_the_factors_do_matter(longrope: Any) -> None:
-    """A short row among long ones, as transformers computes it: far off. Else the tests here would prove nothing."""
+def test_plain_transformers_gives_a_short_row_beside_a_long_one_other_logprobs(longrope: Any) -> None:
+    """Otherwise the other tests would prove nothing."""
     short, long = rows_of((10, 60), VOCAB)
     both = torch.zeros(2, 60, dtype=torch.int64)
     both[0, :10], both[1] = torch.from_numpy(short), torch.from_numpy(long)
     with torch.no_grad():
-        beside = longrope(input_ids=both).logits[0, :9].log_softmax(-1)
-    assert np.abs(np.asarray(beside) - plain_logprobs(longrope, short)).max() > 0.1
+        batched = longrope(input_ids=both).logits[0, :9].log_softmax(-1)
+    assert np.abs(np.asarray(batched) - plain_logprobs(longrope, short)).max() > 0.1
 
 
-def test_a_row_s_gradient_is_that_of_the_row_alone(longrope: Any) -> None:
+def test_the_gradient_of_a_row_does_not_depend_on_the_lengths_of_other_rows(longrope: Any) -> None:
     assert gradient_error(longrope, rows_of(LENGTHS, VOCAB)) < 2e-5
 
 
-def test_threads_do_not_change_each_other_s_factors(longrope: Any) -> None:
+def test_policy_and_reference_with_longrope_use_one_lane(longrope: Any) -> None:
     assert Policy(copy.deepcopy(longrope), PolicySettings(lanes=2)).lanes.count == 1
     assert FrozenPolicy(copy.deepcopy(longrope), lanes=2).lanes.count == 1
 
 
-def test_generation_within_the_border_equals_a_plain_forward(longrope: Any) -> None:
+def test_generation_below_the_border_equals_a_plain_forward(longrope: Any) -> None:
     prompts = rows_of((3, 12, 8), VOCAB)
     assert generation_error(longrope, prompts, BORDER - 12, BORDER) < 2e-5
 
 
-def test_generation_that_may_cross_is_refused_with_what_to_set(longrope: Any) -> None:
+def test_generation_that_may_cross_the_border_is_refused_with_what_to_set(longrope: Any) -> None:
     with pytest.raises(EngineError, match=rf"beyond {BORDER} tokens.*set rollout.context_length = {BORDER}"):
         HFEngine(copy.deepcopy(longrope), max_batch=2, device="cpu", pad_id=0, max_length=BORDER + 1)
 
@@ -119,7 +122,7 @@ def test_the_border_is_read_from_the_configuration(config: dict[str, Any], borde
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, GPTJConfig, Qwen3Config])
-def test_the_context_is_the_same_to_the_plan_and_to_the_run(tmp_path: Path, kind: Any) -> None:
+def test_plan_and_run_read_the_same_context_length(tmp_path: Path, kind: Any) -> None:
     """GPT-2 calls it `n_positions`."""
     name = kind.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     kind(**{name: 48}).save_pretrained(tmp_path)
@@ -127,7 +130,9 @@ def test_the_context_is_the_same_to_the_plan_and_to_the_run(tmp_path: Path, kind
     assert ModelFolder(tmp_path).context == context_of_config(loaded) == 48
 
 
-def test_a_configuration_without_a_context(tmp_path: Path) -> None:
+def test_a_configuration_without_a_context_length_has_none_in_plan_and_2_to_the_30_in_a_run(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "max_position_embeddings": null}')
     assert ModelFolder(tmp_path).context is None
     assert context_of_config(AutoConfig.from_pretrained(tmp_path)) == 1 << 30

@@ -1,4 +1,4 @@
-"""Compiled code stays in the user's cache folder, unless the user or the machine says otherwise."""
+"""Compiled code is cached in the user's cache folder, unless an environment variable names another one."""
 
 import json
 import os
@@ -34,7 +34,8 @@ Folder = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Folder]:
-    """Where a process with a home and an environment keeps compiled code: forks of one that has imported torch."""
+    """Asks where a process with the given home and environment caches compiled code; forks of one process that has
+    imported torch."""
     without = {
         key: value
         for key, value in os.environ.items()
@@ -56,16 +57,20 @@ def folder() -> Iterator[Folder]:
     assert program.returncode == 0
 
 
-def test_it_is_where_caches_of_the_user_are(folder: Folder, tmp_path: Path) -> None:
+def test_compiled_code_is_cached_in_the_users_cache_folder(folder: Folder, tmp_path: Path) -> None:
     assert folder(tmp_path) == str(tmp_path / ".cache" / "understudy" / "compiled")
     assert (tmp_path / ".cache" / "understudy" / "compiled").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("key", ["TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_the_user_may_say_where(folder: Folder, tmp_path: Path, key: str) -> None:
+def test_environment_variables_choose_the_folder_of_compiled_code(
+    folder: Folder, tmp_path: Path, key: str
+) -> None:
     assert folder(tmp_path / "home", **{key: str(tmp_path / "own")}).startswith(str(tmp_path / "own"))
 
 
-def test_a_home_that_cannot_be_written_is_torch_s_affair(folder: Folder, tmp_path: Path) -> None:
+def test_torchs_default_folder_is_used_if_the_home_folder_cannot_be_written(
+    folder: Folder, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     assert "understudy" not in folder(tmp_path / "file", TMPDIR=str(tmp_path))

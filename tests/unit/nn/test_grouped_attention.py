@@ -1,4 +1,4 @@
-"""Attention over rows of one length side by side: numbers, gradients, and what the compiler is told of it."""
+"""Attention over groups of rows of one length: values, gradients, and its registration with the compiler."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from understudy.nn.grouped_attention import NO_GROUPS, grouped_attention, in_gro
 SCALE = 0.4
 
 
-def drawn(
+def random_states(
     lengths: Sequence[int],
     heads: int = 4,
     key_heads: int = 2,
@@ -52,12 +52,12 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_it_equals_each_row_alone_and_so_do_its_gradients(
+def test_values_and_gradients_equal_those_of_each_row_alone(
     grouped: bool, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ROUND", 4)
     lengths = [12, 12, 12, 12, 12, 8, 8, 4]
-    parts, slope = drawn(lengths, key_heads=key_heads), drawn(lengths)[0]
+    parts, slope = random_states(lengths, key_heads=key_heads), random_states(lengths)[0]
     found = []
     for ours in (True, False):
         leaves = [part.clone().requires_grad_() for part in parts]
@@ -72,15 +72,15 @@ def test_it_equals_each_row_alone_and_so_do_its_gradients(
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_the_compiler_is_told_the_truth_about_it(grouped: bool) -> None:
-    """Shapes, strides, aliases and gradients as torch's own checks see them, also with lengths as symbols."""
+def test_the_registered_operator_passes_torchs_opcheck(grouped: bool) -> None:
+    """It checks shapes, strides, aliases and gradients, also with symbolic lengths."""
     lengths = [64, 64, 64]
-    leaves = [part.requires_grad_() for part in drawn(lengths, dtype=torch.float32)]
+    leaves = [part.requires_grad_() for part in random_states(lengths, dtype=torch.float32)]
     torch.library.opcheck(grouped_attention, (*leaves, *group_arguments(lengths, grouped), SCALE, True))
 
 
-def test_a_gradient_nobody_prepared_for_is_refused() -> None:
-    leaves = [part.requires_grad_() for part in drawn([64])]
+def test_a_gradient_through_a_call_with_learns_false_raises() -> None:
+    leaves = [part.requires_grad_() for part in random_states([64])]
     with pytest.raises(RuntimeError, match="learns=False"):
         grouped_attention(*leaves, *group_arguments([64], True), SCALE, False)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_gradient_nobody_prepared_for_is_refused() -> None:
     assert mixed.shape == (64, 4, 8) and sums.numel() == 0
 
 
-def test_rows_are_rounded_up_and_lie_longest_first() -> None:
+def test_rows_are_rounded_up_and_ordered_longest_first() -> None:
     lengths = np.array([60, 190, 640, 639, 192, 640])
     groups = in_groups(lengths)
     assert groups is not None
@@ -99,7 +99,7 @@ def test_rows_are_rounded_up_and_lie_longest_first() -> None:
     assert groups.bounds.tolist() == [0, 640, 1280, 1920, 2112, 2304, 2368] and groups.total == 2368
 
 
-def test_short_rows_and_too_many_lengths_are_left_alone() -> None:
+def test_short_rows_and_too_many_different_lengths_are_not_grouped() -> None:
     assert in_groups(np.array([20, 40, 60])) is None
     assert in_groups(np.arange(1, 66) * 64) is None
 
@@ -107,11 +107,11 @@ def test_short_rows_and_too_many_lengths_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("rows", "groups"), [(1, [1]), (2, [2]), (3, [3]), (5, [4, 1]), (7, [6, 1]), (51, [48, 3]), (64, [64])]
 )
-def test_groups_come_in_few_sizes(rows: int, groups: list[int]) -> None:
+def test_groups_have_only_a_few_different_sizes(rows: int, groups: list[int]) -> None:
     found = in_groups(np.full(rows, 128))
     assert found is not None
     assert [count for _, count, _ in found.table_G3.tolist() if count] == groups
 
 
-def test_elsewhere_than_on_such_a_gpu_it_is_not_used() -> None:
+def test_groups_are_not_used_on_a_cpu() -> None:
     assert not takes_groups(torch.device("cpu"), torch.bfloat16, None, learns=True)

@@ -1,9 +1,10 @@
-"""Makes recorded_runs.json: metrics of short quickstart runs, a healthy one and some with one thing wrong.
+"""Writes recorded_runs.json: metrics of short quickstart runs, healthy ones and ones with one fault each.
 
     python tests/unit/observability/record_runs.py [NAME …] [live_brief=RUN]
 
-About half a minute a run on two cores. "live_brief" is a run of SmolLM2 that benchmarks/study/self_distillation.py leaves (`live`). Only the metrics that the advisories read are kept, with three digits, and the
-free space at the end of the run. The run on a small disk mounts a tmpfs, for which it needs root.
+A run takes about half a minute on two cores. "live_brief" is recorded from a run of SmolLM2 that
+benchmarks/study/self_distillation.py makes (`live`). Only the metrics that the advisories read are kept, with
+three digits, and the free space at the end of the run. The run "small_disk" mounts a tmpfs, which needs root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each advisory speaks on metrics that show its trouble, with evidence and a key, and is silent on a healthy run."""
+"""Each advisory is reported for metrics that show its problem, with evidence and a recipe key, and none for a healthy run."""
 
 import json
 from collections.abc import Callable
@@ -39,24 +39,24 @@ def facts(change: Callable[[int], Line] = lambda step: {}, **given: Any) -> RunF
     return RunFacts(History(lines), given.pop("recipe", recipe), **given)
 
 
-def test_a_healthy_run_gets_no_advice() -> None:
+def test_a_healthy_run_gets_no_advisory() -> None:
     assert advise(facts(free_bytes=100 << 30, checkpoint_bytes=1 << 30)) == []
 
 
-def test_a_run_of_a_few_steps_gets_no_advice() -> None:
+def test_a_run_of_a_few_steps_gets_no_advisory() -> None:
     lines = [{"step": 1, "actor/loss": 1.0, "response_length/clip_ratio": 1.0, "critic/score/mean": 0.0}]
     assert advise(RunFacts(History(lines))) == [] == advise(RunFacts(History()))
 
 
-def up(step: int) -> float:
+def rising(step: int) -> float:
     return 1.0 + step / STEPS
 
 
-TROUBLE: dict[str, RunFacts] = {
-    "kl_rises_while_loss_falls": facts(lambda step: {"teacher/sort/kl": up(step)}),
+PROBLEMS: dict[str, RunFacts] = {
+    "kl_rises_while_loss_falls": facts(lambda step: {"teacher/sort/kl": rising(step)}),
     "truncation": facts(lambda step: {"response_length/clip_ratio": 0.4}),
     "length_inflation": facts(
-        lambda step: {"response_length/mean": 5.0 * up(step) ** 2, "response_length/clip_ratio": 0.1}
+        lambda step: {"response_length/mean": 5.0 * rising(step) ** 2, "response_length/clip_ratio": 0.1}
     ),
     "entropy_collapse": facts(
         lambda step: {"actor/distillation/loss": 1.5, "actor/loss": 1.5, "teacher/add/kl": 1.5}
@@ -102,33 +102,33 @@ TROUBLE: dict[str, RunFacts] = {
 }
 
 
-@pytest.mark.parametrize("name", TROUBLE)
-def test_trouble_is_named_with_evidence_and_what_to_set(name: str) -> None:
-    found = advise(TROUBLE[name])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_each_problem_triggers_only_its_advisory_with_evidence_and_a_suggestion(name: str) -> None:
+    found = advise(PROBLEMS[name])
     assert [one.name for one in found] == [name]
     assert any(digit in found[0].evidence for digit in "0123456789") and found[0].turn.endswith(".")
-    assert all(key in TROUBLE[name].history.series for key in found[0].metrics)
+    assert all(key in PROBLEMS[name].history.series for key in found[0].metrics)
 
 
-def test_every_rule_has_a_case_above() -> None:
-    spoken = {one.name for case in TROUBLE.values() for one in advise(case)}
-    assert spoken == TROUBLE.keys()
-    assert all(any(list(rule(case)) for case in TROUBLE.values()) for rule in rules.RULES)
+def test_every_rule_has_a_problem_case() -> None:
+    reported = {one.name for case in PROBLEMS.values() for one in advise(case)}
+    assert reported == PROBLEMS.keys()
+    assert all(any(list(rule(case)) for case in PROBLEMS.values()) for rule in rules.RULES)
 
 
-def test_a_constant_reward_of_one_is_trouble_only_where_it_is_learnt_from() -> None:
-    always = {"critic/score/mean": 1.0}
-    assert advise(facts(lambda step: always)) == []
-    learnt = advise(facts(lambda step: always, recipe={"loss": {"task_coef": 1.0}}))
-    assert [one.level for one in learnt] == ["warning"] and "filter_groups" in learnt[0].turn
+def test_a_constant_reward_of_one_is_reported_only_when_the_loss_uses_the_reward() -> None:
+    constant = {"critic/score/mean": 1.0}
+    assert advise(facts(lambda step: constant)) == []
+    with_task_loss = advise(facts(lambda step: constant, recipe={"loss": {"task_coef": 1.0}}))
+    assert [one.level for one in with_task_loss] == ["warning"] and "filter_groups" in with_task_loss[0].turn
 
 
-def test_a_teacher_that_follows_a_student_which_learns_is_no_trouble() -> None:
+def test_nothing_is_reported_when_a_live_teacher_follows_a_student_that_learns() -> None:
     assert advise(facts(lambda step: {"rollout/teacher_version/max": float(step)})) == []
 
 
 @pytest.mark.parametrize(
-    ("reward", "speaks"),
+    ("reward", "reported"),
     [
         (lambda step: 0.0, False),
         (lambda step: -1.0 / step, False),
@@ -138,29 +138,31 @@ def test_a_teacher_that_follows_a_student_which_learns_is_no_trouble() -> None:
         (lambda step: 0.4 if step == 1 else 0.3, False),
     ],
 )
-def test_agreement_is_trouble_where_the_reward_falls(reward: Callable[[int], float], speaks: bool) -> None:
-    agreed = facts(
+def test_agreement_with_a_live_teacher_is_reported_only_when_the_reward_falls(
+    reward: Callable[[int], float], reported: bool
+) -> None:
+    agreeing_run = facts(
         lambda step: {
             "rollout/teacher_version/max": float(step),
             "critic/score/mean": reward(step),
             "actor/distillation/loss": 1.5 / step**2,
         }
     )
-    assert ("agreed_on_nothing" in {one.name for one in advise(agreed)}) == speaks
+    assert ("agreed_on_nothing" in {one.name for one in advise(agreeing_run)}) == reported
 
 
-def test_answers_without_a_result_are_counted() -> None:
+def test_the_no_parsable_result_advisory_counts_the_answers_without_a_result() -> None:
     (found,) = advise(facts(lambda step: {"rollout/reward/math/parsed": 0.25}))
     assert "75%" in found.sentence and "960 of 1280 answers" in found.evidence
 
 
-def test_staleness_explains_a_distance_between_engine_and_trainer() -> None:
+def test_a_logprob_difference_is_not_reported_when_the_rows_are_stale() -> None:
     stale = {"rollout_corr/abs_diff_mean": 0.2, "async/staleness/mean": 0.9}
     assert advise(facts(lambda step: stale)) == []
 
 
 @pytest.mark.parametrize(
-    ("recipe", "spoken"),
+    ("recipe", "reported"),
     [
         ({}, ["engine_disagrees"]),
         ({"rollout": {"temperature": 0.7}}, []),
@@ -168,21 +170,21 @@ def test_staleness_explains_a_distance_between_engine_and_trainer() -> None:
         ({"rollout": {"top_p": 0.9}}, []),
     ],
 )
-def test_a_run_without_a_correction_is_measured_where_tokens_are_drawn_as_the_loss_reads_them(
-    recipe: dict[str, Any], spoken: list[str]
+def test_engine_diff_is_reported_only_when_sampling_and_loss_use_the_same_distribution(
+    recipe: dict[str, Any], reported: list[str]
 ) -> None:
     lines = [{"step": step, "actor/engine_diff": 0.2} for step in range(1, 21)]
-    assert [one.name for one in advise(RunFacts(History(lines), recipe))] == spoken
+    assert [one.name for one in advise(RunFacts(History(lines), recipe))] == reported
     lines = [line | {"actor/updates": 2.0} for line in lines]
     assert advise(RunFacts(History(lines), recipe)) == [], "later updates of a step move the student"
 
 
-def test_candidates_of_the_student_count_by_the_teachers_mass() -> None:
+def test_overlap_falls_reads_the_teacher_mass_when_the_student_names_the_candidates() -> None:
     (found,) = advise(facts(lambda step: {"actor/distillation/teacher_mass": 0.9 - 0.4 * step / STEPS}))
     assert found.name == "overlap_falls" and "of the teacher on the student's candidates" in found.evidence
 
 
-def test_what_pulls_the_student_away_is_named() -> None:
+def test_kl_above_start_suggests_learning_rate_without_a_task_loss_and_distill_coef_with_one() -> None:
     away = {"actor/distillation/loss": 3.0, "actor/loss": 3.0}
 
     def turn(task: float) -> str:
@@ -192,20 +194,20 @@ def test_what_pulls_the_student_away_is_named() -> None:
     assert "learning_rate" in turn(0.0) and "distill_coef" in turn(1.0)
 
 
-def test_warnings_come_first_and_few_dead_letters_are_a_note() -> None:
+def test_warnings_are_listed_before_notes_and_a_few_dead_letters_are_a_note() -> None:
     found = advise(facts(lambda step: {"perf/async/trainer_idle": 0.6, "response_length/clip_ratio": 0.4}))
     assert [one.level for one in found] == ["warning", "note"]
     assert [one.level for one in advise(facts(dead_letters={"DataError": 1}))] == ["note"]
 
 
-def test_reasons_leave_out_what_is_particular_to_a_row() -> None:
+def test_dead_letter_reasons_are_grouped_without_row_keys_and_details() -> None:
     letters = [{"reason": f"its group lost p{n}_0_0: DataError: x"} for n in range(3)] + [
         {"reason": "deadline"}
     ]
     assert reasons(letters) == {"its group lost pN_N_N": 3, "deadline": 1}
 
 
-def test_they_are_read_from_a_run_directory(tmp_path: Path) -> None:
+def test_advisories_are_read_from_a_run_directory_whose_files_end_in_a_torn_line(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "run"), "run")
     lines = [{"step": step, **healthy(step), "response_length/clip_ratio": 0.5} for step in range(1, 21)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')

@@ -1,4 +1,4 @@
-"""A fork of the trainer or of a worker, as a pool of processes makes them, does not speak for it once it is gone."""
+"""A process that the trainer forked (a multiprocessing pool) does not keep its locks and pipes alive after its death."""
 
 import os
 import signal
@@ -44,7 +44,9 @@ process_main(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_trainer_s_processes_end_and_its_run_is_free(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_killed_trainers_children_end_and_its_locks_are_free_while_a_forked_process_lives(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     run = RunDir.create(str(tmp_path / "run"), "run")
     (tmp_path / "child_for_test.py").write_text(CHILD)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

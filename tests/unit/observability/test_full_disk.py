@@ -1,4 +1,4 @@
-"""Files of a run on a disk that is full and then has room again. The limit on file sizes stands in for the disk."""
+"""Files of a run on a disk that is full and later has space again, simulated by a limit on the file size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def full_disk() -> Iterator[None]:
     ],
     ids=["Python", "safetensors", "tokenizers"],
 )
-def test_a_full_disk_is_known_by_the_error_of_any_library(
+def test_disk_failure_recognizes_a_full_disk_in_errors_of_python_safetensors_and_tokenizers(
     tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
     with full_disk(), pytest.raises(Exception, match="File too large") as raised:
@@ -56,7 +56,7 @@ def test_a_full_disk_is_known_by_the_error_of_any_library(
     assert disk_failure(ValueError("(os error 2)")) is None and disk_failure(FileNotFoundError()) is None
 
 
-def test_a_file_that_cannot_be_replaced_is_named_and_keeps_its_content(tmp_path: Path) -> None:
+def test_a_failed_atomic_write_names_the_file_and_keeps_its_old_content(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_atomically(path, "old")
     with full_disk(), pytest.raises(RunDirectoryError) as raised:
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_replaced_is_named_and_keeps_its_content(tmp_path:
     assert path.read_text() == "new" * 100
 
 
-def test_a_line_of_metrics_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
+def test_a_metrics_line_that_cannot_be_written_raises_an_error_that_names_the_file(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     with full_disk():
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl cannot be written: File too large"):
@@ -78,7 +78,7 @@ def test_a_line_of_metrics_that_cannot_be_written_is_told_with_its_file(tmp_path
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_spans_wait_for_room(tmp_path: Path) -> None:
+def test_spans_are_written_in_order_again_after_a_full_disk_has_space(tmp_path: Path) -> None:
     spans = Spans(tmp_path / "spans.jsonl")
     with full_disk():
         for number in range(500):  # more than a buffer holds
@@ -94,7 +94,7 @@ def test_spans_wait_for_room(tmp_path: Path) -> None:
     assert steps[1:] == sorted(steps[1:]), "a line is out of order"
 
 
-def test_a_log_file_without_room_prints_no_stack_trace(
+def test_logging_to_a_full_disk_prints_no_stack_trace_and_continues_afterwards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     handler = log_to(tmp_path / "trainer.log")
@@ -110,7 +110,7 @@ def test_a_log_file_without_room_prints_no_stack_trace(
     assert "Logging error" not in capfd.readouterr().err
 
 
-def test_waits_are_kept_up_to_date_once_there_is_room(tmp_path: Path) -> None:
+def test_the_watchdog_writes_waits_json_again_after_a_full_disk_has_space(tmp_path: Path) -> None:
     path = tmp_path / "waits.json"
 
     async def run() -> None:
@@ -127,8 +127,8 @@ def test_waits_are_kept_up_to_date_once_there_is_room(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["status"] == "ended"
 
 
-def test_the_first_span_after_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
-    """A killed trainer leaves a part of its buffer. The next launch was appended to it and lost."""
+def test_spans_start_on_a_new_line_when_a_killed_trainer_left_half_a_line(tmp_path: Path) -> None:
+    """A killed trainer leaves part of a line. The first span of the next launch was once appended to it and lost."""
     path = tmp_path / "spans.jsonl"
     path.write_bytes(b'{"name":"launch","start":0.0,"end":0.0}\n{"name":"upd')
     Spans(path).close()

@@ -1,4 +1,4 @@
-"""A growing file is followed line by line, torn ends and rewrites included."""
+"""`GrowingFile` follows a file line by line, also when its last line is torn or the file is replaced."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def lines(file: GrowingFile, most: int = 1 << 40) -> list[tuple[int, bytes]]:
     return list(file.new_lines(most))
 
 
-def test_only_new_whole_lines_come(tmp_path: Path) -> None:
+def test_new_lines_returns_only_complete_lines_written_since_the_last_call(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     file = GrowingFile(path)
     assert lines(file) == []
@@ -21,7 +21,7 @@ def test_only_new_whole_lines_come(tmp_path: Path) -> None:
     assert line_at(path, 9, 8) == {"b": 2}
 
 
-def test_a_file_that_was_replaced_begins_again(tmp_path: Path) -> None:
+def test_a_replaced_or_truncated_file_is_read_from_its_start_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n3\n")
     dropped: list[int] = []
@@ -35,12 +35,12 @@ def test_a_file_that_was_replaced_begins_again(tmp_path: Path) -> None:
     assert len(lines(file)) == 1 and len(dropped) == 2
 
 
-def test_a_piece_at_a_time(tmp_path: Path) -> None:
+def test_lines_longer_than_the_read_limit_are_returned_over_several_calls(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * 99 + b"\n" + b"y" * 99 + b"\n")
     file = GrowingFile(path)
     assert sum(len(lines(file, 10)) for _ in range(3)) == 2
 
 
-def test_what_is_no_object_is_no_record() -> None:
+def test_record_returns_none_for_a_line_that_is_not_a_json_object() -> None:
     assert record(b'{"torn') is None and record(b"[1]") is None and record(b"\xff") is None

@@ -15,7 +15,7 @@ LINE = {
 }
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_the_live_view_prints_plain_lines_without_a_terminal() -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out, width=120)) as view:
         view.phase("starting")
@@ -32,15 +32,15 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     )
 
 
-def test_rewards_beyond_1_are_no_share() -> None:
+def test_an_accuracy_above_1_is_shown_as_a_reward_instead_of_a_percentage() -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out, width=120)) as view:
         view.step({"step": 3, "val/accuracy": 8.0})
     assert "held-out reward 8" in out.getvalue() and "%" not in out.getvalue()
 
 
-def test_a_message_stays_on_one_line_where_there_is_no_terminal() -> None:
-    """Lines of a log file are searched by line."""
+def test_each_message_is_one_line_without_a_terminal() -> None:
+    """Log files are searched line by line, so a long message must not wrap."""
     out = io.StringIO()
     with LiveView(3, console=Console(file=out, width=40)) as view:
         view.phase("loading the student " + "long/" * 12)
@@ -49,7 +49,7 @@ def test_a_message_stays_on_one_line_where_there_is_no_terminal() -> None:
     assert len(out.getvalue().splitlines()) == 3
 
 
-def test_the_terminal_shows_every_figure_and_each_replicas_share() -> None:
+def test_the_terminal_view_shows_every_metric_and_the_share_of_each_replica() -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True)
     view = LiveView(3, console=console)
@@ -60,7 +60,7 @@ def test_the_terminal_shows_every_figure_and_each_replicas_share() -> None:
         assert expected in text
 
 
-def test_work_that_takes_a_while_has_a_bar() -> None:
+def test_work_has_a_progress_bar_in_a_terminal_until_it_ends() -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True)
     view = LiveView(0, console=console)
@@ -73,7 +73,7 @@ def test_work_that_takes_a_while_has_a_bar() -> None:
     assert "evaluating" not in out.getvalue()[before:]
 
 
-def test_work_is_a_line_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_prints_progress_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("understudy.observability.live._PLAIN_SECONDS", 0.0)
     out = io.StringIO()
     with LiveView(3, console=Console(file=out)) as view, view.work("evaluating", total=4) as advance:
@@ -81,7 +81,7 @@ def test_work_is_a_line_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPat
     assert out.getvalue().splitlines() == ["evaluating", "evaluating: 1/4"]
 
 
-def test_silence() -> None:
+def test_a_disabled_live_view_prints_nothing() -> None:
     out = io.StringIO()
     with LiveView(3, enabled=False, console=Console(file=out)) as view:
         view.phase("starting")

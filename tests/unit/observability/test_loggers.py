@@ -1,4 +1,4 @@
-"""Loggers are told what metrics.jsonl holds, and never disturb a run."""
+"""Loggers receive what metrics.jsonl holds, and a failing logger does not disturb the run."""
 
 import importlib.util
 import json
@@ -62,7 +62,9 @@ def test_numbers_go_to_the_logger_and_everything_to_the_file(tmp_path: Path, rec
     assert [line["step"] for line in lines] == [0, 1, 2] and lines[0]["name"] == "text"
 
 
-def test_a_line_that_is_completed_is_told_whole(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_completed_metrics_line_is_sent_to_the_logger_as_a_whole(
+    tmp_path: Path, recorder: Recorder
+) -> None:
     metrics = LoggedMetrics(tmp_path / "metrics.jsonl", ["wandb"])
     metrics.write(3, {"actor/loss": 0.5})
     metrics.complete(3, {"val/accuracy": 1.0})
@@ -73,7 +75,7 @@ def test_a_line_that_is_completed_is_told_whole(tmp_path: Path, recorder: Record
     ]
 
 
-def test_a_failing_logger_is_warned_about_once_and_the_file_goes_on(
+def test_a_failing_logger_causes_one_warning_and_metrics_are_still_written_to_the_file(
     tmp_path: Path, recorder: Recorder
 ) -> None:
     recorder.fails_at = 1
@@ -83,7 +85,9 @@ def test_a_failing_logger_is_warned_about_once_and_the_file_goes_on(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_a_logger_that_cannot_even_start_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_fails_to_start_causes_one_warning_and_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: Any) -> Any:
         raise RuntimeError("please log in")
 
@@ -92,13 +96,15 @@ def test_a_logger_that_cannot_even_start_is_left_out(tmp_path: Path, monkeypatch
     assert len(warnings) == 1 and "please log in" in warnings[0]
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_whose_package_is_missing_is_reported_with_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = missing_loggers(["tensorboard"])
     assert 'pip install "understudy[tensorboard]"' in problem
 
 
-def test_an_unknown_logger_is_refused() -> None:
+def test_a_recipe_with_an_unknown_logger_is_refused() -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d"}}
     with pytest.raises(ConfigError, match="tensorboard"):
         parse_recipe({**table, "run": {"loggers": ["tensorbord"]}})
@@ -119,7 +125,9 @@ def test_tensorboard_holds_every_step_once_after_a_resume(tmp_path: Path) -> Non
     assert set(events.Tags()["scalars"]) == NUMBERS
 
 
-def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_the_same_run_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for first in (0, 2):
@@ -143,10 +151,10 @@ def test_wandb_writes_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "loggers" / "wandb").rglob("run-*.wandb"))
 
 
-def test_trackio_keeps_its_database_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (
-        importlib.util.find_spec("trackio") is None
-    ):  # not imported here: it reads its folder's name when it is
+def test_trackio_keeps_its_database_in_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("trackio") is None:  # not imported here: it reads TRACKIO_DIR on import
         pytest.skip("trackio is not installed")
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     write(tmp_path, "trackio", 0, warnings := [])

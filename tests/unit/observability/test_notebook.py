@@ -1,4 +1,4 @@
-"""The live view in a notebook's cell: with a stand-in for IPython, and in a real kernel where nbclient and ipykernel are installed."""
+"""The live view in a notebook: with a fake IPython, and in a real kernel if nbclient and ipykernel are installed."""
 
 import sys
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ assert OwnThread(asyncio.run).result(steps())
 
 
 class Cell:
-    """What `IPython.display.display` and its handle were given."""
+    """Records what `IPython.display.display` and its handle receive."""
 
     def __init__(self) -> None:
         self.shown: list[dict[str, str]] = []
@@ -48,7 +48,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     return cell
 
 
-def test_one_output_is_replaced_as_the_run_goes_on(
+def test_the_live_view_updates_a_single_cell_output_in_place(
     cell: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("understudy.observability.live._CELL_SECONDS", 0.0)
@@ -65,17 +65,17 @@ def test_one_output_is_replaced_as_the_run_goes_on(
     last = cell.shown[-1]
     assert "3/3" in last["text/plain"] and "0.3333" in last["text/plain"] and "90.0%" in last["text/plain"]
     assert "evaluating" not in last["text/plain"] and last["text/html"].startswith("<pre")
-    assert capsys.readouterr().err == "", "no plain lines besides"
+    assert capsys.readouterr().err == "", "plain lines were printed as well"
 
 
-def test_fast_steps_do_not_flood_the_cell(cell: Cell) -> None:
+def test_updates_of_the_cell_output_are_rate_limited_when_steps_are_fast(cell: Cell) -> None:
     with LiveView(500) as view:
         for step in range(1, 501):
             view.step({"step": step})
     assert len(cell.shown) < 100 and "500/500" in cell.shown[-1]["text/plain"]
 
 
-def test_nothing_is_shown_when_nothing_happens_or_the_view_is_off(cell: Cell) -> None:
+def test_a_view_without_steps_or_a_disabled_view_displays_nothing(cell: Cell) -> None:
     with LiveView(0):
         pass
     with LiveView(3, enabled=False) as view:
@@ -83,14 +83,16 @@ def test_nothing_is_shown_when_nothing_happens_or_the_view_is_off(cell: Cell) ->
     assert cell.shown == []
 
 
-def test_ipython_in_a_terminal_is_no_notebook(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipython_in_a_terminal_is_not_treated_as_a_notebook(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace()))
     with LiveView(3) as view:
         view.step({"step": 3})
     assert cell.shown == []
 
 
-def test_in_a_real_kernel() -> None:
+def test_the_live_view_displays_a_table_in_a_real_ipython_kernel() -> None:
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     import nbformat

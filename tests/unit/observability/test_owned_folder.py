@@ -1,4 +1,4 @@
-"""What a killed run left in memory is removed by the next one; what a living one has is not."""
+"""Folders that a killed run left in memory are removed by the next run; those of a living run are kept."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_owners_folder_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_owner_is_removed_and_that_of_a_living_owner_is_kept(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -37,21 +37,21 @@ def test_a_killed_owners_folder_is_removed_and_a_living_ones_is_not(tmp_path: Pa
         assert (folder / "v7.safetensors").exists()
         remove_if_abandoned(folder)
         remove_abandoned(tmp_path, "understudy-engine-")
-        assert (folder / "v7.safetensors").exists(), "its owner lives"
+        assert (folder / "v7.safetensors").exists(), "removed although its owner lives"
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-    strangers = tmp_path / "understudy-engine-of-somebody"
-    strangers.mkdir()
-    (strangers / "file").touch()
-    mine = Snapshots(1, tmp_path)
-    assert not folder.exists(), "the next run tidies up"
-    assert strangers.exists(), "a folder without a mark is not removed"
-    mine.close()
-    assert not mine.folder.exists()
+    unmarked = tmp_path / "understudy-engine-of-somebody"
+    unmarked.mkdir()
+    (unmarked / "file").touch()
+    own = Snapshots(1, tmp_path)
+    assert not folder.exists(), "not removed by the next run"
+    assert unmarked.exists(), "removed although no owner has marked it"
+    own.close()
+    assert not own.folder.exists()
 
 
-def test_nothing_beside_a_folder_of_the_users_own_is_looked_at(tmp_path: Path) -> None:
+def test_an_owned_folder_with_tidy_false_leaves_abandoned_folders_beside_it(tmp_path: Path) -> None:
     left = OwnedFolder("x-", tmp_path)
     os.close(left._file or 0)
     kept = OwnedFolder("x-", tmp_path, tidy=False)
@@ -92,28 +92,28 @@ def test_an_owner_killed_while_it_creates_or_removes_its_folder_leaves_one_that_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_taken_away_while_it_is_created_is_created_again(
+def test_a_folder_that_is_removed_while_it_is_created_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, make = [], tempfile.mkdtemp
+    created, mkdtemp = [], tempfile.mkdtemp
 
-    def taken(**given: Any) -> str:
-        made.append(make(**given))
-        if len(made) == 1:
+    def create_then_remove_the_first(**given: Any) -> str:
+        created.append(mkdtemp(**given))
+        if len(created) == 1:
             remove_abandoned(tmp_path, "x-")
-        return made[-1]
+        return created[-1]
 
-    monkeypatch.setattr(tempfile, "mkdtemp", taken)
-    mine = OwnedFolder("x-", tmp_path, tidy=False)
-    assert [Path(one).exists() for one in made] == [False, True] and mine.path == Path(made[1])
-    mine.close()
+    monkeypatch.setattr(tempfile, "mkdtemp", create_then_remove_the_first)
+    own = OwnedFolder("x-", tmp_path, tidy=False)
+    assert [Path(one).exists() for one in created] == [False, True] and own.path == Path(created[1])
+    own.close()
 
 
-def test_an_owner_that_ends_after_the_next_one_began_is_tidied_up_after_by_that_one(tmp_path: Path) -> None:
-    """As processes of a killed run do that end a moment after the next launch has started."""
-    late = OwnedFolder("x-", tmp_path)
+def test_closing_a_folder_removes_one_whose_owner_died_after_this_one_was_created(tmp_path: Path) -> None:
+    """Processes of a killed run can end shortly after the next launch has started."""
+    previous = OwnedFolder("x-", tmp_path)
     following = OwnedFolder("x-", tmp_path)
-    assert late.path.exists()
-    os.close(late._file or 0)  # it is killed
+    assert previous.path.exists()
+    os.close(previous._file or 0)  # as if its owner were killed
     following.close()
     assert not list(tmp_path.iterdir())

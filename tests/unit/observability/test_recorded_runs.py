@@ -1,4 +1,4 @@
-"""The advisories on what real runs recorded: short quickstart runs, each with one thing wrong (`record_runs.py`)."""
+"""Advisories for the recorded metrics of real runs: short quickstart runs, each with one fault (`record_runs.py`)."""
 
 import json
 from array import array
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from record_runs import RUNS
-from test_advisories import TROUBLE
+from test_advisories import PROBLEMS
 
 from understudy.observability.advisories.facts import RunFacts
 from understudy.observability.advisories.history import History, Series
@@ -16,17 +16,17 @@ from understudy.observability.advisories.rules import advise
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded_runs.json").read_text())
 
-SPOKEN: dict[str, set[str]] = {
+EXPECTED: dict[str, set[str]] = {
     "healthy": set(),
     "healthy_async": set(),
-    # It starts too fast and stays where that left it: answers without an end, none right.
+    # Without warmup the first updates are too large. The answers never end, none is right, and the run does not recover.
     "no_warmup": {"truncation", "reward_is_constant"},
     "high_learning_rate": {"kl_above_start", "truncation", "reward_is_constant"},
     "few_new_tokens": {"truncation", "teacher_solves_nothing"},
     "no_marked_number": {"no_parsable_result", "reward_is_constant", "teacher_solves_nothing"},
     "solved_prompts": {"reward_is_constant"},
     "filtered_prompts": {"groups_without_signal"},
-    # Teachers are measured by the same reward, which is not what they were trained for.
+    # The teachers get the same reward, for which they were not trained.
     "paid_for_length": {"kl_above_start", "truncation", "teacher_below_student"},
     "paid_for_some_length": {"kl_above_start", "teacher_below_student"},
     "paid_for_more_length": {"length_inflation", "teacher_below_student"},
@@ -38,7 +38,7 @@ SPOKEN: dict[str, set[str]] = {
         "teacher_below_student",
         "teacher_solves_nothing",
     },
-    # It reads the answers as a teacher and forgets to use them.
+    # The live teacher sees the answers in its prompt. Student and teacher come to agree on outputs that ignore them.
     "live_self": {"agreed_on_nothing", "truncation", "reward_is_constant"},
     "small_clamp": {"clamped_or_clipped"},
     "many_epochs": {"kl_above_start", "teacher_below_student"},
@@ -54,7 +54,7 @@ SPOKEN: dict[str, set[str]] = {
     "slow_disk": {"checkpoints_slow"},
     "small_disk": {"disk_low"},
     "failing_reward": {"dead_letters"},
-    # Asked for brevity as a teacher, it comes to write a lone full stop.
+    # The teacher's prompt asks for short answers. In the end the student writes a single full stop.
     "live_brief": {"answers_vanish"},
 }
 
@@ -73,20 +73,19 @@ def facts(name: str) -> RunFacts:
     return RunFacts(history, tables, record["dead_letters"], *sizes)
 
 
-@pytest.mark.parametrize("name", SPOKEN)
-def test_what_is_wrong_is_named(name: str) -> None:
-    assert {one.name for one in advise(facts(name))} == SPOKEN[name]
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_recorded_run_gets_exactly_its_expected_advisories(name: str) -> None:
+    assert {one.name for one in advise(facts(name))} == EXPECTED[name]
 
 
-def test_every_run_that_the_script_makes_is_here() -> None:
-    assert SPOKEN.keys() == RUNS.keys() == RECORDED.keys()
+def test_every_run_of_record_runs_has_recorded_metrics_and_expected_advisories() -> None:
+    assert EXPECTED.keys() == RUNS.keys() == RECORDED.keys()
 
 
 def test_every_advisory_has_a_recorded_run() -> None:
-    """Named here, so that a rule without a run shows."""
-    spoken = {name for names in SPOKEN.values() for name in names}
-    assert spoken == TROUBLE.keys()
-    keys = {key for name in SPOKEN for one in advise(facts(name)) for key in one.metrics}
+    reported = {name for names in EXPECTED.values() for name in names}
+    assert reported == PROBLEMS.keys()
+    keys = {key for name in EXPECTED for one in advise(facts(name)) for key in one.metrics}
     assert {"actor/distillation/clamped_share", "actor/pg_clipfrac"} <= keys
 
 
@@ -94,11 +93,11 @@ def test_a_healthy_run_has_free_space_recorded() -> None:
     assert all(facts(name).free_bytes for name in ("healthy", "healthy_async"))
 
 
-def test_a_small_disk_is_told_in_its_own_unit() -> None:
+def test_the_disk_low_evidence_shows_sizes_in_mib() -> None:
     (found,) = advise(facts("small_disk"))
     assert found.evidence == "193.5 MiB free, a checkpoint takes 4.2 MiB"
 
 
-def test_one_teacher_is_named_once() -> None:
+def test_kl_rises_while_loss_falls_is_reported_once_for_a_run_with_one_teacher() -> None:
     away = [one for one in advise(facts("answers_of_others")) if one.name == "kl_rises_while_loss_falls"]
     assert len(away) == 1 and "KL 3.45 → 5.2" in away[0].evidence

@@ -1,4 +1,4 @@
-"""Secrets are hidden and control characters escaped before text reaches a person."""
+"""Secrets are hidden and control characters are escaped before text is shown or logged."""
 
 import json
 import logging
@@ -17,19 +17,19 @@ from understudy.observability.redact import HIDDEN, hidden_values, printable, re
         "http://h/?hf_token=S3CRET&b=2", "http://h/?password=S3CRET", "Authorization: Bearer S3CRET", "--api-key=S3CRET", "--hf-token=S3CRET",
     ],
 )  # fmt: skip
-def test_no_secret_is_left_in_text(text: str) -> None:
+def test_redact_text_hides_secrets_in_urls_headers_and_options(text: str) -> None:
     assert "S3CRET" not in redact_text(text) and HIDDEN in redact_text(text)
 
 
 @pytest.mark.parametrize(
     "name", ["api-key", "AWS_SECRET_ACCESS_KEY", "auth", "tokens", "token", "apikey", "db_password"]
 )
-def test_no_secret_is_left_under_a_name(name: str) -> None:
+def test_redact_hides_values_under_keys_that_name_a_secret(name: str) -> None:
     assert "S3CRET" not in str(redact({"a": [{name: "S3CRET"}]}))
     assert "S3CRET" not in str(redact({name: ["S3CRET", "S3CRET"]}))
 
 
-def test_no_secret_is_left_among_a_program_s_arguments() -> None:
+def test_redact_hides_secrets_among_program_arguments_and_restore_brings_them_back() -> None:
     given = [
         "--port",
         "80",
@@ -47,7 +47,7 @@ def test_no_secret_is_left_among_a_program_s_arguments() -> None:
     assert back == {"engine_args": given}
 
 
-def test_hidden_values_go_back_to_their_places_alone() -> None:
+def test_restore_fills_only_the_places_that_are_still_hidden() -> None:
     table = {"a": {"token": "x"}, "b": ["http://me:pw@h/", "plain"], "c": {"token": "y"}, "d": {"token": "z"}}
     stored = json.loads(json.dumps(redact(table)))
     stored["c"]["token"] = "another by now"
@@ -56,18 +56,18 @@ def test_hidden_values_go_back_to_their_places_alone() -> None:
     assert stored == {"a": {"token": "x"}, "b": table["b"], "c": {"token": "another by now"}}
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_redact_leaves_values_that_are_not_secrets_unchanged() -> None:
     plain = {"max_new_tokens": 8, "key": "add", "url": "http://host:8000/v1", "mail": "a@b.c", "author": "me"}
     assert redact(plain) == plain
 
 
-def test_a_terminal_obeys_nothing_in_data() -> None:
+def test_printable_escapes_terminal_control_sequences_and_keeps_other_characters() -> None:
     text = "nope\x1b]0;PWNED\x07\x1b[2J \u202e \x9b1m\r"
     assert printable(text) == "nope\\x1b]0;PWNED\\x07\\x1b[2J \\x202e \\x9b1m\\x0d"
     assert printable("two lines\n\tand ünïcödé 漢字 😀") == "two lines\n\tand ünïcödé 漢字 😀"
 
 
-def test_data_cannot_forge_a_line_of_the_log(tmp_path: Path) -> None:
+def test_a_newline_in_logged_data_cannot_forge_a_log_line(tmp_path: Path) -> None:
     handler = log_to(tmp_path / "log")
     try:
         forged = "2026-11-16 10:00:00,000 INFO understudy.trainers: all is well"

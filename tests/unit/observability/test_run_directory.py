@@ -15,7 +15,7 @@ from understudy.observability.redact import HIDDEN, redact, redact_text
 from understudy.observability.rundir import RunDir, probe_run_dir, write_atomically
 
 
-def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
+def test_a_new_run_gets_its_own_directory_and_never_overwrites_an_existing_run(tmp_path: Path) -> None:
     first = RunDir.create(None, "run", base=tmp_path)
     second = RunDir.create(None, "run", base=tmp_path)
     assert first.path != second.path and first.logs.is_dir()
@@ -28,7 +28,7 @@ def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["resume"], ["eval"], ["export"]])
-def test_a_damaged_recipe_is_told_in_one_line(
+def test_commands_on_a_run_with_a_damaged_recipe_name_the_file_and_the_parse_error(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.json").write_text('{"student": {"mod')
@@ -38,7 +38,7 @@ def test_a_damaged_recipe_is_told_in_one_line(
     assert f"error: {tmp_path / 'recipe.json'} is damaged (Unterminated string" in said, said
 
 
-def test_the_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
+def test_a_held_run_lock_names_its_owner_and_is_released_when_the_owner_is_killed(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "run"), "run")
     code = (
         "import sys, time; from pathlib import Path; from understudy.observability.rundir import RunDir;"
@@ -53,7 +53,7 @@ def test_the_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
     run.lock().close()
 
 
-def test_metrics_are_written_whole_and_cut_back(tmp_path: Path) -> None:
+def test_metrics_are_read_without_a_torn_last_line_and_can_be_cut_back_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     for step in range(5):
@@ -71,7 +71,7 @@ def test_metrics_are_written_whole_and_cut_back(tmp_path: Path) -> None:
 
 
 def test_the_last_line_of_metrics_can_be_completed(tmp_path: Path) -> None:
-    """As when the evaluation of a saved step is made after a resume. Later lines follow it."""
+    """A resume does this when it evaluates the saved step. Later lines follow it."""
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in range(2):
         writer.write(step, {"b": float("nan"), "d": step})
@@ -82,7 +82,7 @@ def test_the_last_line_of_metrics_can_be_completed(tmp_path: Path) -> None:
     assert read_metrics(writer.path) == [{"step": 0, "b": None, "d": 0}, line, {"step": 2}]
 
 
-def test_secrets_are_hidden_and_plain_words_are_not() -> None:
+def test_redact_hides_secrets_of_a_recipe_and_leaves_other_keys() -> None:
     table = {
         "token": "abc",
         "teachers": {"t": {"api_key": "k", "urls": ["http://me:pw@host/x?token=1&a=2"], "token_env": "NAME"}},
@@ -103,10 +103,12 @@ def test_secrets_are_hidden_and_plain_words_are_not() -> None:
     assert redact({"key": "math", "ray_auth": "token"}) == {"key": "math", "ray_auth": "token"}, "recipe keys"
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_run_dir_that_cannot_be_created_is_refused_and_probing_leaves_no_folder_behind(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "afile").write_text("x")
     for wanted in (tmp_path / "afile", tmp_path / "afile" / "run", Path("/proc/x")):
-        with pytest.raises(RunDirectoryError, match=r"^run\.dir.*cannot be written to|is a file"):
+        with pytest.raises(RunDirectoryError, match=r"^run\.dir.*(cannot be written to|is a file)"):
             RunDir.create(str(wanted), "run")
         with pytest.raises(RunDirectoryError, match=r"^run\.dir"):
             probe_run_dir(str(wanted))
@@ -114,21 +116,21 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
 
 
-def test_a_new_run_directory_is_its_owner_s_alone(tmp_path: Path) -> None:
+def test_a_new_run_directory_has_mode_700(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "deep" / "run"), "small")
     assert run.path.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_launch_that_ended_before_its_recipe_was_written_can_be_begun_anew(
+def test_a_run_directory_whose_launch_ended_before_writing_the_recipe_can_be_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill, or on a disk that fails then."""
+    """The launch was killed, or the disk failed at that moment."""
     begun = RunDir.create(str(tmp_path / "run"), "run")
     lock = begun.lock()
     monkeypatch.setattr(os, "fsync", _failing)
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         write_atomically(begun.recipe, "{}")
-    (begun.path / ".recipe.json.12-34.tmp").touch()  # of one that was killed
+    (begun.path / ".recipe.json.12-34.tmp").touch()  # of a killed process
     begun.redacted.touch()
     again = RunDir.create(str(tmp_path / "run"), "run")
     with pytest.raises(RunDirectoryError, match="in use by process"):
@@ -148,11 +150,11 @@ def _failing(descriptor: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_launch_removes_what_a_killed_one_left_of_a_write(tmp_path: Path) -> None:
+def test_locking_a_run_removes_temporary_files_of_dead_processes_only(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "run"), "run")
     code = "import os, sys; from understudy.observability.rundir import write_atomically as w; from pathlib import Path; os.replace = lambda *_: os.kill(os.getpid(), 9); w(Path(sys.argv[1]), 'x')"
     subprocess.run([sys.executable, "-c", code, str(run.path / "waits.json")], check=False)
-    (run.path / f".other.json.{os.getpid()}-7.tmp").touch()  # of a process that lives
+    (run.path / f".other.json.{os.getpid()}-7.tmp").touch()  # of a living process
     assert len(list(run.path.glob(".*.tmp"))) == 2
     with run.lock():
         assert [one.name for one in run.path.glob(".*.tmp")] == [f".other.json.{os.getpid()}-7.tmp"]

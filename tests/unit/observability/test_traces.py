@@ -36,8 +36,8 @@ print(json.dumps({"warnings": warnings, "traces": SQLiteStorage.get_traces("unde
 """
 
 
-def test_kept_rows_are_traces_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row once, also after a resume that makes a step again. Read back with the real package."""
+def test_trackio_holds_each_kept_row_once_as_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume that repeats a step does not add its rows again. The traces are read with the real package."""
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "loggers" / "trackio"))
@@ -62,9 +62,9 @@ def test_kept_rows_are_traces_in_trackio(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes OTLP over HTTP, as a collector does."""
+    """Receives OTLP over HTTP, as a collector does."""
 
-    taken: ClassVar[list[Any]] = []
+    received: ClassVar[list[Any]] = []
     status: ClassVar[int] = 200
 
     def do_POST(self) -> None:
@@ -75,7 +75,7 @@ class Collector(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         assert self.path == "/v1/traces"
         if self.status == 200:
-            self.taken.append(ExportTraceServiceRequest.FromString(body))
+            self.received.append(ExportTraceServiceRequest.FromString(body))
         self.send_response(self.status)
         self.end_headers()
 
@@ -88,7 +88,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.http", reason="the opentelemetry extra is not installed"
     )
-    Collector.taken, Collector.status = [], 200
+    Collector.received, Collector.status = [], 200
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -97,7 +97,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
     server.server_close()
 
 
-def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]) -> None:
+def test_each_span_of_two_launches_reaches_the_otlp_collector_once(
+    tmp_path: Path, collector: type[Collector]
+) -> None:
     before = time.time()
     for launch in (1, 2):
         spans = Spans(tmp_path / "spans.jsonl")
@@ -119,7 +121,7 @@ def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]
         assert warnings == []
     sent = [
         ({one.key: one.value.string_value for one in resource.resource.attributes}, span)
-        for request in collector.taken
+        for request in collector.received
         for resource in request.resource_spans
         for scope in resource.scope_spans
         for span in scope.spans
@@ -141,7 +143,9 @@ def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]
     )
 
 
-def test_a_collector_that_refuses_costs_one_warning(tmp_path: Path, collector: type[Collector]) -> None:
+def test_a_collector_that_refuses_spans_causes_one_warning_and_metrics_are_still_written(
+    tmp_path: Path, collector: type[Collector]
+) -> None:
     collector.status = 400
     spans = Spans(tmp_path / "spans.jsonl")
     metrics = LoggedMetrics(tmp_path / "metrics.jsonl", ["opentelemetry"], warn=(warnings := []).append)

@@ -1,4 +1,4 @@
-"""What a run waits for, in words; and that a stall is told."""
+"""The watchdog lists what a run waits for and notes a stall."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from understudy.observability.spans import Spans
 from understudy.observability.watchdog import read_waits, waiting_for, watched
 
 
-def test_waits_name_the_oldest_of_each_kind() -> None:
+def test_waits_are_grouped_by_span_name_and_show_the_oldest_span() -> None:
     spans = Spans(None)
     with (
         spans.span("score", key="a", teacher="math"),
@@ -22,7 +22,7 @@ def test_waits_name_the_oldest_of_each_kind() -> None:
     assert spans.under_way() == []
 
 
-def test_a_stall_is_told_with_what_is_under_way(tmp_path: Path) -> None:
+def test_the_watchdog_notes_a_stall_and_names_the_spans_under_way(tmp_path: Path) -> None:
     notes: list[str] = []
     spans, path = Spans(None), tmp_path / "waits.json"
 
@@ -40,7 +40,7 @@ def test_a_stall_is_told_with_what_is_under_way(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["status"] == "ended"
 
 
-def test_progress_is_no_stall(tmp_path: Path) -> None:
+def test_the_watchdog_notes_no_stall_while_spans_begin_and_end(tmp_path: Path) -> None:
     notes: list[str] = []
     spans = Spans(None)
 
@@ -54,8 +54,8 @@ def test_progress_is_no_stall(tmp_path: Path) -> None:
     assert not notes
 
 
-def test_the_last_word_is_that_it_ended(tmp_path: Path) -> None:
-    """However the body's end falls into a write under way on its thread."""
+def test_waits_json_says_ended_even_when_a_write_is_in_progress_at_the_end(tmp_path: Path) -> None:
+    """The watchdog thread may be writing the file at the moment the body ends. 300 trials vary that moment."""
     path = tmp_path / "waits.json"
 
     async def once(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Where a critic may sit: what a recipe may say of it, the seat it gets, and what the plan draws."""
+"""Where a critic sits: the settings that a recipe may have, the device it gets, and what `plan` shows."""
 
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ POOL = {"pools": {"values": {"gpus_per_node": 1}}, "roles": {"critic": "values"}
 
 
 def recipe(**sections: Any) -> Recipe:
-    """PPO on rewards alone."""
+    """A recipe of PPO on rewards, without teachers."""
     table: dict[str, Any] = {
         "student": {"model": "org/student"},
         "data": {"train": "x.jsonl", "reward": "m:f"},
@@ -33,7 +33,7 @@ def on_ray(**pool: int) -> dict[str, Any]:
     return {"backend": "ray", "pools": {"values": pool}, "roles": {"critic": "values"}}
 
 
-def test_it_sits_with_the_student_unless_told() -> None:
+def test_the_critic_sits_in_the_trainers_process_unless_the_recipe_sets_a_process_or_a_pool() -> None:
     for one in (recipe(), recipe(critic={"learning_rate": 1e-3})):
         assert not critic_sits_apart(one) and CRITIC not in seat(one, 4).claims
         assert [process.name for process in plan_processes(one, seat(one, 4))] == ["trainer"]
@@ -48,25 +48,27 @@ def test_it_sits_with_the_student_unless_told() -> None:
         ({"critic": {"process": True}}, r"\[critic\] is only used by loss\.advantage = 'gae'"),
     ],
 )  # fmt: skip
-def test_a_place_for_a_critic_that_is_not_there_is_refused(sections: dict[str, Any], message: str) -> None:
+def test_a_pool_or_process_for_the_critic_is_refused_without_the_gae_advantage(
+    sections: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         recipe(loss={"task_coef": 1.0, "distill_coef": 0.0}, rollout={"n": 2}, **sections)
     assert len(caught.value.problems) == 1
 
 
-def test_a_device_is_for_a_process_of_its_own() -> None:
+def test_critic_device_needs_a_critic_process_and_defaults_to_the_students_device() -> None:
     with pytest.raises(ConfigError, match=r"critic\.device = 'cuda:1' .* set critic\.process = true"):
         recipe(critic={"device": "cuda:1"})
     assert critic_device(recipe(critic={"device": "cuda:1", "process": True})) == "cuda:1"
     assert critic_device(recipe(critic={"device": "cpu"}, cluster=POOL)) == "cpu"
     on_cpu = recipe(student={"model": "org/student", "device": "cpu"}, critic={"process": True})
-    assert critic_device(on_cpu) == "cpu", "the student's, where that is said"
+    assert critic_device(on_cpu) == "cpu", "the student's device, if the recipe sets it"
     assert critic_device(recipe(critic={"process": True})) == "auto"
     with pytest.raises(ConfigError, match="did you mean 'values'"):
         recipe(cluster={**POOL, "roles": {"critic": "valus"}})
 
 
-def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> None:
+def test_a_critic_process_gets_its_own_gpu_if_the_machine_has_enough() -> None:
     one = recipe(critic={"process": True}, trainer={"ranks": 2})
     seating = seat(one, 3)
     assert [seating.gpus(STUDENT, rank) for rank in range(2)] == [[0], [1]] and seating.gpus(CRITIC, 0) == [2]
@@ -84,12 +86,12 @@ def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> N
         seat(recipe(critic={"process": True, "device": "cuda"}), 0)
 
 
-def test_a_pool_is_a_slice_of_this_machine_too() -> None:
+def test_a_critics_pool_is_a_slice_of_this_machine_after_the_students_gpus() -> None:
     seating = seat(recipe(cluster=POOL), 2)
     assert seating.gpus(STUDENT, 0) == [0] and seating.gpus(CRITIC, 0) == [1], "the student comes first"
     cpus = {"pools": {"values": {"cpus_per_node": 4}}, "roles": {"critic": "values"}}
     threads = seat(recipe(cluster=cpus, run={"threads": 3}), 1)
-    assert threads.claims[CRITIC].world_size == 3, "a CPU a thread"
+    assert threads.claims[CRITIC].world_size == 3, "one CPU per thread"
     assert threads.gpus(CRITIC, 0) == []
     with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': pool values has no GPUs"):
         seat(recipe(cluster=cpus, critic={"device": "cuda"}), 1)
@@ -97,7 +99,7 @@ def test_a_pool_is_a_slice_of_this_machine_too() -> None:
         seat(recipe(cluster=cpus, run={"threads": 6}), 1)
 
 
-def test_on_ray_it_sits_in_a_bundle_of_its_pool() -> None:
+def test_on_ray_the_critic_sits_in_a_bundle_of_its_pool() -> None:
     one = recipe(cluster=on_ray(nodes=1, cpus_per_node=2), run={"threads": 2})
     layout = ray_layout(one, NODES)
     assert layout.units == {"critic": UnitBundle("pool values", 0, Bundle(2))}
@@ -113,7 +115,7 @@ def test_on_ray_it_sits_in_a_bundle_of_its_pool() -> None:
         ray_layout(wide, NODES)
 
 
-def test_plan_draws_it_with_its_pool_and_its_memory(
+def test_plan_shows_the_critic_with_its_pool_and_its_memory(
     quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -131,7 +133,7 @@ def test_plan_draws_it_with_its_pool_and_its_memory(
     assert "critic" in row and "values node 0, cpu" in row
 
 
-def test_what_the_trainer_holds_shrinks_by_its_critic() -> None:
+def test_the_trainers_planned_memory_excludes_a_critic_with_its_own_process() -> None:
     student = {"model": str(QUICKSTART.parent / "models" / "student"), "device": "cpu"}
     inside, outside = (recipe(student=student, critic={"process": process}) for process in (False, True))
     (whole,) = plan_processes(inside, seat(inside, 0))

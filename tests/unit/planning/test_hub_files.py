@@ -1,4 +1,4 @@
-"""Hub ids are looked at before anything is loaded: small files only, from a hub that answers or from the local cache."""
+"""Hub models are checked before anything is loaded. Only small files are read, from the hub or from the local cache."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from understudy.planning.models import hub_files
 
 STUDENT = quickstart_model("student")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ASK = """
+OPEN_MODEL = """
 import sys, time
 from understudy.errors import DataError
 from understudy.planning.models.hub_files import hub_folder
@@ -34,9 +34,9 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of a hub as file downloads need: one model."""
+    """A fake hub that serves the files of one model."""
 
-    asked: list[str]
+    requested: list[str]
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -45,7 +45,7 @@ class Hub(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        self.asked.append(self.path)
+        self.requested.append(self.path)
         parts = self.path.strip("/").split("/")
         if parts[:3] != ["maker", "tiny", "resolve"]:
             self.send_response(200 if self.path == "/" else 404)
@@ -71,41 +71,47 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
-    Hub.asked = []
+    Hub.requested = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", Hub.asked
+    yield f"http://127.0.0.1:{server.server_address[1]}", Hub.requested
     server.shutdown()
 
 
-def ask(model: str, home: Path, endpoint: str, **more: str) -> str:
+def open_in_child(model: str, home: Path, endpoint: str, **more: str) -> str:
     env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more}
     env.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
     done = subprocess.run(
-        [sys.executable, "-c", ASK, model], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", OPEN_MODEL, model], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_files_come_from_the_hub_then_from_its_cache(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    url, asked = hub
+def test_small_files_are_read_from_the_hub_and_offline_from_the_local_cache(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, requested = hub
     rows = json.loads((STUDENT / "config.json").read_text())["vocab_size"]
-    assert ask("maker/tiny", tmp_path, url).startswith(f"found ({rows}, ")
-    assert not any("safetensors" in path for path in asked), "no weights"
-    before = len(asked)
-    assert ask("maker/tiny", tmp_path, url, HF_HUB_OFFLINE="1").startswith(f"found ({rows}, ")
-    assert len(asked) == before, "offline means offline"
-    assert "the hub has no such model" in ask("maker/other", tmp_path, url)
+    assert open_in_child("maker/tiny", tmp_path, url).startswith(f"found ({rows}, ")
+    assert not any("safetensors" in path for path in requested), "weights were downloaded"
+    before = len(requested)
+    assert open_in_child("maker/tiny", tmp_path, url, HF_HUB_OFFLINE="1").startswith(f"found ({rows}, ")
+    assert len(requested) == before, "the hub was asked although HF_HUB_OFFLINE is set"
+    assert "the hub has no such model" in open_in_child("maker/other", tmp_path, url)
 
 
-def test_a_name_that_is_nothing_is_told_at_once(tmp_path: Path) -> None:
+def test_a_model_that_is_neither_a_folder_nor_cached_nor_reachable_is_refused_without_retries(
+    tmp_path: Path,
+) -> None:
     began = time.monotonic()
-    message = ask("nothere", tmp_path, "http://127.0.0.1:9")
+    message = open_in_child("nothere", tmp_path, "http://127.0.0.1:9")
     assert "no such folder here" in message and "cannot be asked" in message
-    message = ask("maker/tiny", tmp_path, "http://127.0.0.1:9")
+    message = open_in_child("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert "no such model in the local hub cache" in message and "(was not reached)" in message
-    assert "(HF_HUB_OFFLINE is set)" in ask("maker/tiny", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert "(HF_HUB_OFFLINE is set)" in open_in_child(
+        "maker/tiny", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1"
+    )
     assert time.monotonic() - began < 60, "no retries"
 
 
@@ -118,7 +124,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_a_hub_that_is_not_reached_is_a_note_of_check_and_the_end_of_train(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_a_note_in_check_and_an_error_in_train(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "recipe.toml").write_text(
         '[student]\nmodel = "maker/tiny"\n[teachers.t]\nmodel = "maker/large"\n[data]\ntrain = "rows.jsonl"\n'
@@ -139,7 +145,9 @@ def test_a_hub_that_is_not_reached_is_a_note_of_check_and_the_end_of_train(tmp_p
     assert done.stdout.endswith("== 2\n") and time.monotonic() - began < 60, "no retries"
 
 
-def test_an_evaluation_asks_for_a_hub_model_before_it_loads_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_model_refuses_a_model_of_an_unreachable_hub_before_loading_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from understudy.run.evaluate_model import evaluate_model  # imports torch, which the tests above need not
 
     monkeypatch.setattr(hub_files, "hub_answers", lambda endpoint: False)

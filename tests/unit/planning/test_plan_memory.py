@@ -1,4 +1,4 @@
-"""What `understudy plan` says a run holds: beside the bytes of real optimizers, and by machine."""
+"""Memory that `understudy plan` reports: compared with the bytes of real optimizers, and listed by machine."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def recipe(*, model: str = str(STUDENT), **sections: Any) -> Recipe:
     return parse_recipe(table | sections)
 
 
-def held(one: Recipe) -> int:
+def measured_bytes(one: Recipe) -> int:
     """Bytes of weights, masters, gradients, moments and averages of a student in the middle of a step."""
     trainer, lora = one.trainer, one.student.lora
     model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=getattr(torch, one.student.dtype))
@@ -57,25 +57,29 @@ def held(one: Recipe) -> int:
         {"student": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}},
     ],
 )
-def test_the_bytes_are_those_a_real_optimizer_holds(sections: dict[str, Any]) -> None:
+def test_planned_student_bytes_equal_those_of_a_real_optimizer(sections: dict[str, Any]) -> None:
     one = recipe(**sections)
     parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
-    assert sum(student_bytes(one, parameters)) == pytest.approx(held(one), rel=0.02)
+    assert sum(student_bytes(one, parameters)) == pytest.approx(measured_bytes(one), rel=0.02)
 
 
-def test_an_offloaded_optimizer_is_the_hosts_on_a_gpu_and_the_same_memory_on_a_cpu() -> None:
+def test_an_offloaded_optimizer_counts_as_host_memory_with_a_gpu_and_as_device_memory_on_a_cpu() -> None:
     one = recipe(student={"dtype": "bfloat16"}, trainer={"offload_optimizer": True})
     parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
-    there, here = (plan_processes(one, seat(one, gpus))[0] for gpus in (2, 0))
-    assert there.host_bytes == 16 * parameters and here.host_bytes == 0
-    assert there.bytes is not None and here.bytes == there.bytes + there.host_bytes
+    on_gpu, on_cpu = (plan_processes(one, seat(one, gpus))[0] for gpus in (2, 0))
+    assert on_gpu.host_bytes == 16 * parameters and on_cpu.host_bytes == 0
+    assert on_gpu.bytes is not None and on_cpu.bytes == on_gpu.bytes + on_gpu.host_bytes
     two = recipe(student={"dtype": "bfloat16"}, trainer={"offload_optimizer": True, "ranks": 2})
     ranks = plan_processes(two, seat(two, 3))[:2]
-    assert [rank.host_bytes for rank in ranks] == [8 * parameters] * 2, "each has its shard's"
-    assert ranks[1].bytes is not None and ranks[1].bytes - 4 * parameters // 2 == there.bytes - 2 * parameters
+    assert [rank.host_bytes for rank in ranks] == [8 * parameters] * 2, (
+        "each rank holds the moments of its shard"
+    )
+    assert (
+        ranks[1].bytes is not None and ranks[1].bytes - 4 * parameters // 2 == on_gpu.bytes - 2 * parameters
+    )
 
 
-def test_ranks_hold_the_frozen_base_of_adapters_in_float32() -> None:
+def test_with_several_ranks_the_frozen_base_of_adapters_is_planned_in_float32() -> None:
     one, two = (
         recipe(student={"dtype": "bfloat16", "lora": {"rank": 4}}, trainer={"ranks": ranks})
         for ranks in (1, 2)
@@ -84,7 +88,7 @@ def test_ranks_hold_the_frozen_base_of_adapters_in_float32() -> None:
     assert student_bytes(two, parameters)[0] - student_bytes(one, parameters)[0] == 2 * parameters
 
 
-def test_packed_moments_of_a_critic_are_counted() -> None:
+def test_planned_bytes_of_a_critic_are_smaller_with_8_bit_moments() -> None:
     plain, packed = (
         recipe(
             critic={"process": True},
@@ -103,7 +107,9 @@ def test_packed_moments_of_a_critic_are_counted() -> None:
     assert found[0] - found[1] == pytest.approx(6 * parameters, rel=0.02)
 
 
-def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_processes_on_ray_name_their_pool_node_and_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = {
         "backend": "ray",
         "pools": {"scoring": {"nodes": 2, "gpus_per_node": 2}, "write": {"nodes": 2, "gpus_per_node": 1, "cpus_per_node": 1}},
@@ -125,7 +131,7 @@ def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.Capt
     }
 
 
-def test_plan_shows_what_lies_on_the_host(
+def test_plan_shows_the_host_memory_of_an_offloaded_optimizer(
     quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

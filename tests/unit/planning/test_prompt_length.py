@@ -27,16 +27,16 @@ TOOL = {"type": "function", "function": {"name": "less", "description": "a < b &
 CHAT = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
-def written(tokenizer: Any, folder: Path) -> ModelFolder:
-    """A model with this tokenizer, enough to measure prompts."""
+def saved_model(tokenizer: Any, folder: Path) -> ModelFolder:
+    """A model folder with this tokenizer, complete enough to measure prompts."""
     tokenizer.save_pretrained(folder)
     Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
     save_file({}, folder / "model.safetensors")
     return ModelFolder.open(str(folder), "student.model")
 
 
-def lengths(folder: ModelFolder, row: dict[str, Any], **rollout: Any) -> tuple[int, int]:
-    """Of the row's prompt as `check` measures it, and as the run renders it."""
+def measured_and_rendered(folder: ModelFolder, row: dict[str, Any], **rollout: Any) -> tuple[int, int]:
+    """Length of the row's prompt as `check` measures it, and as the run renders it."""
     recipe = parse_recipe({"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}, "rollout": rollout})  # fmt: skip
     found = prompt_length(folder, recipe)(row)
     assert found is not None
@@ -47,22 +47,24 @@ def lengths(folder: ModelFolder, row: dict[str, Any], **rollout: Any) -> tuple[i
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
-def test_tools_with_marks_of_html_have_the_length_they_are_rendered_with(family: str, tmp_path: Path) -> None:
-    """Jinja's own `tojson` writes `<` as six characters."""
+def test_tools_with_html_characters_are_measured_as_rendered(family: str, tmp_path: Path) -> None:
+    """Jinja's own `tojson` writes `<` as six characters; that of transformers does not."""
     row = {"messages": [{"role": "user", "content": "is 1 < 2?"}], "tools": [TOOL]}
-    measured, rendered = lengths(written(chat_tokenizer(family), tmp_path), row)
+    measured, rendered = measured_and_rendered(saved_model(chat_tokenizer(family), tmp_path), row)
     assert measured == rendered
 
 
 @pytest.mark.parametrize("kind", ["truncation", "padding"])
-def test_what_a_trainer_left_in_the_tokenizer_does_not_count(kind: str, tmp_path: Path) -> None:
-    """Fine-tuning saves both in tokenizer.json; transformers applies them only where asked."""
-    folder = written(chat_tokenizer("chatml"), tmp_path)
-    whole = lengths(folder, {"messages": CHAT})
+def test_truncation_and_padding_saved_in_tokenizer_json_do_not_change_the_measured_length(
+    kind: str, tmp_path: Path
+) -> None:
+    """Fine-tuning saves both in tokenizer.json; transformers applies them only on request."""
+    folder = saved_model(chat_tokenizer("chatml"), tmp_path)
+    whole = measured_and_rendered(folder, {"messages": CHAT})
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(3) if kind == "truncation" else tokenizer.enable_padding(length=100)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    measured, rendered = lengths(folder, {"messages": CHAT})
+    measured, rendered = measured_and_rendered(folder, {"messages": CHAT})
     assert measured == rendered == whole[0]
 
 
@@ -73,30 +75,30 @@ GENERATION = (
 )
 
 
-def test_a_template_that_marks_what_the_model_writes(tmp_path: Path) -> None:
-    """SmolLM3, Phi-4 and TRL's training templates have transformers' own tag."""
+def test_a_template_with_the_generation_tag_is_measured_as_rendered(tmp_path: Path) -> None:
+    """SmolLM3, Phi-4 and TRL's training templates use this tag, which transformers adds to Jinja."""
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = GENERATION
     chat = [*CHAT, {"role": "assistant", "content": "3"}, *CHAT]
-    measured, rendered = lengths(written(tokenizer, tmp_path), {"messages": chat})
+    measured, rendered = measured_and_rendered(saved_model(tokenizer, tmp_path), {"messages": chat})
     assert measured == rendered == len(tokenizer("outside What is 1 + 2?32<|im_end|>outside What is 1 + 2?outside ")["input_ids"])  # fmt: skip
 
 
-def test_a_template_that_cannot_be_compiled(tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_compiled_is_refused_with_its_line(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages[0].content }}\n{% unknown %}"
-    folder = written(tokenizer, tmp_path)
+    folder = saved_model(tokenizer, tmp_path)
     message = rf"the chat template of the student \({tmp_path}\) is not Jinja .*: Encountered unknown tag 'unknown'.*\(line 2\)"
     with pytest.raises(DataError, match=message):
-        lengths(folder, {"messages": CHAT})
+        measured_and_rendered(folder, {"messages": CHAT})
 
 
-def test_a_message_with_null_has_no_such_key(tmp_path: Path) -> None:
-    """Llama 3.1's template asks for the number of its calls where `'tool_calls' in message`."""
+def test_a_message_key_with_a_null_value_is_absent_in_the_template(tmp_path: Path) -> None:
+    """Llama 3.1's template takes the length of the calls if `'tool_calls' in message`."""
     tokenizer = copy(chat_tokenizer("llama3"))
     tokenizer.chat_template = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }} calls{% endif %}{{ m.content }}{% endfor %}"
-    measured, rendered = lengths(
-        written(tokenizer, tmp_path), {"messages": [{**CHAT[0], "tool_calls": None}]}
+    measured, rendered = measured_and_rendered(
+        saved_model(tokenizer, tmp_path), {"messages": [{**CHAT[0], "tool_calls": None}]}
     )
     assert measured == rendered
 
@@ -110,22 +112,24 @@ NAMED = {
 
 @pytest.mark.parametrize("as_files", [True, False])
 @pytest.mark.parametrize("tools", [None, [], [TOOL]])
-def test_templates_with_names(tmp_path: Path, as_files: bool, tools: list[Any] | None) -> None:
+def test_named_templates_are_selected_by_whether_the_row_has_tools(
+    tmp_path: Path, as_files: bool, tools: list[Any] | None
+) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = NAMED
-    folder = written(tokenizer, tmp_path)
+    folder = saved_model(tokenizer, tmp_path)
     assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
     if not as_files:
         as_one_list(tmp_path, NAMED)
     assert dict(folder.chat_templates) == NAMED and folder.chat_template == NAMED["default"]
-    measured, rendered = lengths(folder, {"messages": CHAT, "tools": tools})
+    measured, rendered = measured_and_rendered(folder, {"messages": CHAT, "tools": tools})
     assert (
         measured == rendered == len(tokenizer(("1 tools: " if tools else "") + "What is 1 + 2?")["input_ids"])
     )
 
 
 def as_one_list(folder: Path, templates: dict[str, str]) -> None:
-    """As older releases of transformers write them."""
+    """Writes the templates into tokenizer_config.json, as older releases of transformers do."""
     rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -133,13 +137,13 @@ def as_one_list(folder: Path, templates: dict[str, str]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_no_template_is_the_default(tmp_path: Path) -> None:
-    folder = written(chat_tokenizer("chatml"), tmp_path)
+def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    folder = saved_model(chat_tokenizer("chatml"), tmp_path)
     as_one_list(tmp_path, {name: one for name, one in NAMED.items() if name != "default"})
     with pytest.raises(
         DataError, match="the tokenizer has none named `default`, only rag, tool_use; rename one"
     ):
-        lengths(folder, {"messages": CHAT})
+        measured_and_rendered(folder, {"messages": CHAT})
 
 
 @pytest.mark.parametrize("as_files", [True, False])
@@ -152,52 +156,56 @@ def test_no_template_is_the_default(tmp_path: Path) -> None:
         ("<{{ messages[0].content }}>{{ chat_template }}", "<What is 1 + 2?>"),
     ],
 )
-def test_the_template_that_the_recipe_chooses(tmp_path: Path, as_files: bool, chosen: str, text: str) -> None:
-    """`rollout.template_options.chat_template`, by name or as a text; with and without tools."""
+def test_a_template_chosen_in_the_recipe_is_used_with_and_without_tools(
+    tmp_path: Path, as_files: bool, chosen: str, text: str
+) -> None:
+    """`rollout.template_options.chat_template` may be a name or the text of a template."""
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = {**NAMED, "terse": "Q: {{ messages[0].content }}"}
-    folder = written(tokenizer, tmp_path)
+    folder = saved_model(tokenizer, tmp_path)
     if not as_files:
         as_one_list(tmp_path, tokenizer.chat_template)
     for tools in (None, [TOOL]):
-        measured, rendered = lengths(
+        measured, rendered = measured_and_rendered(
             folder, {"messages": CHAT, "tools": tools}, template_options={"chat_template": chosen}
         )
         seen = text.replace("0 tools", "1 tools") if tools else text
         assert measured == rendered == len(tokenizer(seen)["input_ids"])
 
 
-def test_a_template_of_the_recipe_for_a_tokenizer_without_one(tmp_path: Path) -> None:
+def test_a_template_of_the_recipe_is_used_when_the_tokenizer_has_none(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = None
     options = {"chat_template": "Q: {{ messages[0].content }}"}
-    measured, rendered = lengths(written(tokenizer, tmp_path), {"messages": CHAT}, template_options=options)
+    measured, rendered = measured_and_rendered(
+        saved_model(tokenizer, tmp_path), {"messages": CHAT}, template_options=options
+    )
     assert measured == rendered == len(tokenizer("Q: What is 1 + 2?")["input_ids"])
 
 
 @pytest.mark.parametrize("chosen", ["terze", "", 7])
-def test_a_chosen_template_that_the_tokenizer_lacks(tmp_path: Path, chosen: Any) -> None:
-    """transformers would render the name itself, the same tokens for every row."""
+def test_a_chosen_template_that_the_tokenizer_lacks_is_refused(tmp_path: Path, chosen: Any) -> None:
+    """transformers would render the name itself as a template, the same tokens for every row."""
     tokenizer = chat_tokenizer("chatml")
     options = {"chat_template": chosen}
-    folder = written(tokenizer, tmp_path / "one")
+    folder = saved_model(tokenizer, tmp_path / "one")
     message = rf"rollout\.template_options\.chat_template = {chosen!r} is not a template, and the tokenizer of the student has"
     with pytest.raises(DataError, match=f"{message} no templates with names"):
-        lengths(folder, {"messages": CHAT}, template_options=options)
+        measured_and_rendered(folder, {"messages": CHAT}, template_options=options)
     tokenizer.chat_template = NAMED
-    folder = written(tokenizer, tmp_path / "several")
+    folder = saved_model(tokenizer, tmp_path / "several")
     with pytest.raises(DataError, match=f"{message} default, rag, tool_use; give one of its names"):
-        lengths(folder, {"messages": CHAT}, template_options=options)
+        measured_and_rendered(folder, {"messages": CHAT}, template_options=options)
     with pytest.raises(
         DataError, match=r"rollout\.template_options\.chat_template is not Jinja .*unknown tag"
     ):
-        lengths(folder, {"messages": CHAT}, template_options={"chat_template": "{% unknown %}"})
+        measured_and_rendered(folder, {"messages": CHAT}, template_options={"chat_template": "{% unknown %}"})
 
 
 def test_a_teacher_with_another_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "own: {{ messages[0].content }}{{ mood }}"
-    folder = written(tokenizer, tmp_path)
+    folder = saved_model(tokenizer, tmp_path)
     options = {"chat_template": "{{ messages[0].content }}", "mood": " calm"}
     recipe = parse_recipe({"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}, "rollout": {"template_options": options}})  # fmt: skip
     found = prompt_length(folder, recipe, owner="teachers.t", own_template=True)({"messages": CHAT})
@@ -208,7 +216,7 @@ def test_a_teacher_with_another_tokenizer_keeps_its_own_template(tmp_path: Path)
     assert ids is not None and tokenizer.decode(ids) == seen
 
 
-def test_a_date_in_the_template_is_counted_as_the_run_writes_it(tmp_path: Path) -> None:
+def test_a_date_in_the_template_is_measured_as_the_run_renders_it(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{{ strftime_now('%A, %d %B %Y') }} {{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path)

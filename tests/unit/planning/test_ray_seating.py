@@ -1,4 +1,4 @@
-"""A recipe's roles on a cluster's machines."""
+"""Where the roles of a recipe sit on the machines of a Ray cluster."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def recipe(**sections: Any) -> Recipe:
     return parse_recipe({**table, **sections})
 
 
-def test_standalone_teachers_get_a_bundle_each() -> None:
+def test_each_replica_of_a_standalone_teacher_gets_its_own_bundle() -> None:
     layout = ray_layout(recipe(), NODES)
     assert layout.groups["teacher-math"].bundles == (Bundle(3), Bundle(3))
     assert layout.groups["teacher-math"].spread is Spread.LOOSE
@@ -38,8 +38,8 @@ def test_standalone_teachers_get_a_bundle_each() -> None:
     assert ray_layout(by_hand, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1),)
 
 
-def test_engines_beside_the_trainer_keep_off_gpus_that_ray_gives_out() -> None:
-    """Ray counts the student's pool as taken; of the machine's other GPUs only Ray knows whose they are."""
+def test_engines_beside_the_trainer_use_only_gpus_of_the_students_pool() -> None:
+    """Ray reserves the student's pool for the run. It may give the machine's other GPUs to other programs."""
     student, processes = {"model": "student"}, {"processes": 2}
     cluster = {
         "backend": "ray",
@@ -56,7 +56,7 @@ def test_engines_beside_the_trainer_keep_off_gpus_that_ray_gives_out() -> None:
     assert gpus_outside_ray(recipe(student=student)) is None
 
 
-def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() -> None:
+def test_a_pool_has_one_bundle_per_node_and_the_trainer_leads_the_students_pool() -> None:
     cluster = {
         "backend": "ray",
         "pools": {"t": {"nodes": 2, "cpus_per_node": 2}, "s": {"nodes": 2, "cpus_per_node": 1}},
@@ -75,7 +75,7 @@ def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() ->
     assert here.trainer.ranks == 1 and not here.teachers and not here.cluster.pools
 
 
-def test_a_fully_async_run_takes_teachers_from_a_pool_that_only_teachers_sit_in() -> None:
+def test_a_fully_async_run_refuses_a_teacher_in_the_students_pool() -> None:
     pool = {"nodes": 2, "cpus_per_node": 2}
     cluster = {"backend": "ray", "pools": {"t": pool, "s": pool}, "roles": {"student": "s"}}
     teacher = {"model": "teacher", "placement": "pool", "pool": "t", "replicas": 2, "threads": 2}
@@ -89,7 +89,7 @@ def test_a_fully_async_run_takes_teachers_from_a_pool_that_only_teachers_sit_in(
         recipe(teachers={"math": {**teacher, "pool": "s"}}, cluster=cluster, trainer=trainer)
 
 
-def test_a_replica_over_two_machines_is_refused() -> None:
+def test_a_teacher_replica_over_two_machines_is_refused() -> None:
     cluster = {"backend": "ray", "pools": {"t": {"nodes": 2, "gpus_per_node": 2}}}
     teachers = {"math": {"model": "m", "placement": "pool", "pool": "t", "tensor_parallel": 4}}
     with pytest.raises(ClusterError, match="sits on several machines"):
@@ -104,7 +104,7 @@ def test_a_replica_over_two_machines_is_refused() -> None:
         ({"cluster": {"backend": "ray", "ray_auth": "off"}}, "has a token"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], word: str) -> None:
+def test_contradicting_cluster_settings_are_refused(sections: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         recipe(**sections)
 
@@ -124,7 +124,7 @@ def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], w
         ({"cluster": {}}, []),
     ],
 )
-def test_a_missing_extra_is_named_with_what_to_install(
+def test_a_missing_extra_is_reported_with_the_pip_command(
     asked: dict[str, Any], extras: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = recipe(**asked)
@@ -135,7 +135,7 @@ def test_a_missing_extra_is_named_with_what_to_install(
     ]
 
 
-def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
+def test_engines_and_workers_sit_in_the_pool_of_their_role() -> None:
     cluster = {
         "backend": "ray",
         "pools": {"write": {"nodes": 2, "cpus_per_node": 4}},
@@ -150,7 +150,7 @@ def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
     layout = ray_layout(whole, NODES)
     assert layout.groups["pool write"].bundles == (Bundle(4), Bundle(4))
     assert [layout.units[f"rollout-{unit}"].bundle for unit in range(3)] == [0, 0, 1]
-    assert {layout.units[f"rollout-{unit}"].share for unit in range(3)} == {Bundle(2)}, "one CPU a thread"
+    assert {layout.units[f"rollout-{unit}"].share for unit in range(3)} == {Bundle(2)}, "one CPU per thread"
     assert [layout.units[f"rollout-worker-{unit}"].bundle for unit in range(2)] == [1, 1]
     on_gpus = {**cluster, "pools": {"write": {"nodes": 1, "gpus_per_node": 2, "cpus_per_node": 1}}}
     shared = recipe(
@@ -186,7 +186,7 @@ def test_vllm_servers_sit_in_the_pool_of_rollouts_and_take_nothing_of_the_traine
         ("rollout", {"processes": 1, "devices": ["0"]}, "both say where"),
     ],
 )
-def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
+def test_a_role_without_processes_of_its_own_is_refused_with_the_setting_to_change(
     role: str, rollout: dict[str, Any], word: str
 ) -> None:
     cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "gpus_per_node": 4}}, "roles": {role: "p"}}
@@ -195,13 +195,13 @@ def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("name", ["teacher-math", "reference"])
-def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
+def test_an_unknown_role_is_refused_with_the_list_of_roles(name: str) -> None:
     cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "cpus_per_node": 4}}, "roles": {name: "p"}}
     with pytest.raises(ConfigError, match=r"takes 'student', 'rollout', 'workers' or 'critic'"):
         recipe(cluster=cluster)
 
 
-def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
+def test_plan_draws_a_pool_with_its_engines_and_workers(
     quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [

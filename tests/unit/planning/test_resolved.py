@@ -1,4 +1,4 @@
-"""What recipes imply, as a table: keys → answers, alone and in combination."""
+"""What a recipe implies, as a table from its keys to the fields of `Resolved`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from understudy.config import Recipe, parse_recipe
 from understudy.planning.resolved import Resolved, resolve, workers_write_rows
 
 STUDENT = str(Path(str(resources.files("understudy.assets") / "quickstart")) / "models" / "student")
-"""A small student with its files at hand."""
+"""A small student whose files are in the package."""
 REWARD = {"data.reward": "module:function", "loss.task_coef": 1.0, "rollout.n": 4}
 GAE = REWARD | {"loss.advantage": "gae"}
 ASYNC = {"trainer.mode": "fully_async"}
@@ -29,7 +29,7 @@ REMOTE_ENGINES = QUEUE | CPU_POOL | {"rollout.processes": 2, "cluster.roles.roll
 
 
 def recipe(keys: dict[str, Any]) -> Recipe:
-    """A recipe with these dotted keys and the least of others."""
+    """A recipe with these dotted keys and as few others as possible."""
     table: dict[str, Any] = {}
     for key, value in ({"student.model": STUDENT, "data.train": "d.jsonl"} | keys).items():
         *sections, name = key.split(".")
@@ -49,7 +49,7 @@ def answer(resolved: Resolved, question: str) -> Any:
 
 
 TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
-    # (what it shows, the recipe's keys, GPUs of the machine, answers)
+    # (name of the case, keys of the recipe, GPUs of the machine, expected answers)
     (
         "a plain recipe on a CPU",
         {},
@@ -102,7 +102,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
             "rows.drop_when_acked": False,
         },
     ),
-    # Determinism: the key decides; without it, schedule, engine and device.
+    # Determinism: run.determinism decides. If it is not set, the schedule, the engine and the device do.
     ("full on a GPU", {"run.determinism": "full"}, 1, {"compute.deterministic": True}),
     ("fast on a CPU", {"run.determinism": "fast"}, 0, {"compute.deterministic": False}),
     (
@@ -147,36 +147,51 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         },
     ),
     (
-        "one thread",
+        "no lanes with one thread",
         {"run.threads": 1},
         0,
         {"compute.lanes": 1, "compute.threads": 1, "compute.without_onednn": False},
     ),
-    ("on a GPU", {"run.threads": 3}, 1, {"compute.lanes": 1, "compute.threads": 3}),
-    ("two ranks", {"run.threads": 4, "trainer.ranks": 2}, 0, {"compute.lanes": 1, "compute.threads": 4}),
-    ("compiled", {"run.threads": 3, "student.compile": True}, 0, {"compute.lanes": 1, "compute.threads": 3}),
+    ("no lanes on a GPU", {"run.threads": 3}, 1, {"compute.lanes": 1, "compute.threads": 3}),
     (
-        "from the hub",
+        "no lanes with two ranks",
+        {"run.threads": 4, "trainer.ranks": 2},
+        0,
+        {"compute.lanes": 1, "compute.threads": 4},
+    ),
+    (
+        "no lanes with compiled layers",
+        {"run.threads": 3, "student.compile": True},
+        0,
+        {"compute.lanes": 1, "compute.threads": 3},
+    ),
+    (
+        "no lanes for a model from the hub",
         {"run.threads": 3, "student.model": "org/s"},
         0,
         {"compute.lanes": 1, "compute.threads": 3},
     ),
     (
-        "half precision",
+        "lanes in half precision",
         {"run.threads": 3, "student.dtype": "bfloat16"},
         0,
         {"compute.lanes": 3, "compute.without_onednn": False},
     ),
     ("lanes in async", ASYNC | {"run.threads": 3}, 0, {"compute.lanes": 3, "compute.deterministic": False}),
     ("lanes with LoRA", LORA | {"run.threads": 3}, 0, {"compute.lanes": 3, "engine.shares_tensors": False}),
-    ("a critic of the student's kind", GAE | {"run.threads": 3}, 0, {"compute.lanes": 3, "critic.lanes": 3}),
     (
-        "a critic of another kind",
+        "lanes with a critic from the student's model",
+        GAE | {"run.threads": 3},
+        0,
+        {"compute.lanes": 3, "critic.lanes": 3},
+    ),
+    (
+        "no lanes with a critic from the hub",
         GAE | {"run.threads": 3, "critic.model": "org/c"},
         0,
         {"compute.lanes": 1, "critic.lanes": 1, "compute.threads": 3},
     ),
-    # Whose tensors the engine uses, and what a publish sends.
+    # Whether the engine shares the trained tensors, and what a publish sends.
     ("async copies", ASYNC, 0, {"engine.shares_tensors": False}),
     ("on-policy async copies too", ASYNC | {"trainer.max_staleness": 0}, 0, {"engine.shares_tensors": False}),
     ("ranks copy", {"trainer.ranks": 2}, 0, {"engine.shares_tensors": False}),
@@ -230,7 +245,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
             "learn.one_update_per_step": False,
         },
     ),
-    ("on the student's GPU", GAE, 2, {"critic.own_process": False, "critic.source.device": "cuda"}),
+    ("a critic on the student's GPU", GAE, 2, {"critic.own_process": False, "critic.source.device": "cuda"}),
     (
         "a critic in its own process",
         GAE | {"critic.process": True, "critic.device": "cuda:1"},
@@ -238,19 +253,19 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         {"critic.own_process": True, "critic.process_device": "cuda:1"},
     ),
     (
-        "beside a student on a CPU",
+        "a critic's own process beside a student on a CPU",
         GAE | {"critic.process": True, "student.device": "cpu", "run.threads": 4},
         2,
         {"critic.own_process": True, "critic.process_device": "cpu", "critic.process_threads": 4},
     ),
     (
-        "a pool means a process",
+        "a critic with a pool has its own process",
         GAE | CPU_POOL | {"cluster.backend": "ray", "cluster.roles.critic": "p"},
         0,
         {"critic.own_process": True},
     ),
     (
-        "in async",
+        "a critic in its own process, in async",
         GAE | ASYNC | {"critic.process": True},
         0,
         {"critic.own_process": True, "engine.shares_tensors": False},
@@ -274,7 +289,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         },
     ),
     (
-        "the student's model is",
+        "a critic from the student's model has the student's revision",
         GAE | {"student.revision": "abc", "student.attention": "sdpa"},
         0,
         {
@@ -285,7 +300,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ),
     # The reference.
     (
-        "the student as it starts",
+        "the reference is the initial student",
         {"loss.kl_coef": 0.1, "student.revision": "abc", "student.dtype": "bfloat16"},
         1,
         {
@@ -297,7 +312,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         },
     ),
     (
-        "a model of its own runs no code of the student's",
+        "a reference model of its own does not inherit trust_remote_code",
         {
             "loss.kl_coef": 0.1,
             "student.trust_remote_code": True,
@@ -364,19 +379,19 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         {"rows.workers_write": True, "rows.drop_when_acked": True, "compute.deterministic": True},
     ),
     (
-        "workers here",
+        "workers on this machine",
         QUEUE | {"rollout.workers": 2},
         0,
         {"rows.workers_write": False},
     ),
     (
-        "rows embedded",
+        "remote workers with the embedded data plane",
         REMOTE_WORKERS | {"dataplane.backend": "embedded"},
         0,
         {"rows.workers_write": False},
     ),
     (
-        "pools of one machine",
+        "workers in a pool of this machine",
         {"cluster.pools.p.cpus_per_node": 4, "rollout.workers": 2, "cluster.roles.workers": "p"},
         0,
         {"rows.workers_write": False, "engine.beside_trainer": True},
@@ -387,7 +402,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         0,
         {"rows.ranks_fetch": True, "rows.fetch_seconds": 5.0, "rows.workers_write": False},
     ),
-    ("one rank has no need to", QUEUE, 0, {"rows.ranks_fetch": False, "produce.keep_rows": 0}),
+    ("one rank does not fetch from the queue", QUEUE, 0, {"rows.ranks_fetch": False, "produce.keep_rows": 0}),
     (
         "ranks and remote workers",
         REMOTE_WORKERS | {"trainer.ranks": 2},
@@ -414,7 +429,7 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         {"produce.dead_letters_allowed": 4, "produce.batch_size": 5},
     ),
     (
-        "teachers that this run can load are measured",
+        "only teachers that this run can load are evaluated",
         REWARD
         | {
             "data.eval": "e.jsonl",
@@ -464,13 +479,14 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("keys", "gpus", "answers"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_what_a_recipe_implies(keys: dict[str, Any], gpus: int, answers: dict[str, Any]) -> None:
+def test_resolve_answers_what_a_recipe_implies(
+    keys: dict[str, Any], gpus: int, answers: dict[str, Any]
+) -> None:
     resolved = resolve(recipe(keys), gpus)
     assert {question: answer(resolved, question) for question in answers} == answers
 
 
-def test_one_answer_for_one_question() -> None:
-    """Records for different consumers agree, whatever the recipe."""
+def test_records_of_resolved_for_different_consumers_agree() -> None:
     for _, keys, gpus, _ in TABLE:
         one = resolve(recipe(keys), gpus)
         assert one.compute.deterministic is one.engine.deterministic is one.teachers.deterministic

@@ -1,4 +1,4 @@
-"""From a recipe to seats on this machine, and from seats to what each replica process is told."""
+"""Seats of a recipe's roles on this machine, and how replica processes are started on them."""
 
 import asyncio
 import re
@@ -25,7 +25,7 @@ def recipe(teachers: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     )
 
 
-def test_standalone_teachers_have_gpus_of_their_own() -> None:
+def test_standalone_teachers_get_their_own_gpus_and_share_one_if_there_are_too_few() -> None:
     seating = seat(recipe(), 4)
     assert seating.gpus(STUDENT, 0) == [0]
     assert (seating.gpus("teacher-math", 0), seating.gpus("teacher-code", 0)) == ([1], [2])
@@ -38,7 +38,7 @@ def test_standalone_teachers_have_gpus_of_their_own() -> None:
         seat(recipe(wide), 2)
 
 
-def test_one_gpu_is_shared_by_all() -> None:
+def test_all_roles_share_the_only_gpu() -> None:
     seating = seat(recipe(), 1)
     assert (
         seating.gpus(STUDENT, 0) == seating.gpus("teacher-math", 0) == seating.gpus("teacher-code", 0) == [0]
@@ -46,12 +46,12 @@ def test_one_gpu_is_shared_by_all() -> None:
     assert "0 student/0 + teacher-math/0 + teacher-code/0" in seating.placement.drawing()
 
 
-def test_no_gpu_no_seats() -> None:
+def test_a_machine_without_gpus_has_no_seats() -> None:
     seating = seat(recipe(), 0)
     assert not seating.placement.pools and seating.gpus(STUDENT, 0) == []
 
 
-def test_a_device_chosen_by_hand_is_left_alone_by_the_others() -> None:
+def test_a_gpu_named_for_one_teacher_is_not_given_to_another() -> None:
     teachers = {
         "math": {"model": "org/m", "key": "m", "device": "cuda:1"},
         "code": {"model": "org/c", "key": "c"},
@@ -82,7 +82,7 @@ POOLED = {
 }
 
 
-def test_pools_are_slices_of_the_machine_and_the_students_comes_first() -> None:
+def test_pools_are_slices_of_the_machine_and_the_students_pool_comes_first() -> None:
     seating = seat(recipe(**POOLED), 6)
     assert [seating.gpus(STUDENT, rank) for rank in range(2)] == [[0], [1]]
     assert [seating.gpus("teacher-math", unit) for unit in range(2)] == [[2, 3], [4, 5]]
@@ -91,7 +91,7 @@ def test_pools_are_slices_of_the_machine_and_the_students_comes_first() -> None:
     assert seat(recipe(**POOLED), None).claims.keys() == {STUDENT, "teacher-math"}
 
 
-def test_rollout_servers_get_gpus_as_vllm_is_cut() -> None:
+def test_each_vllm_server_gets_as_many_gpus_as_its_tensor_parallel_size() -> None:
     rollout = {"engine": "vllm", "replicas": 2, "engine_args": ["--tensor-parallel-size=2"]}
     one = recipe({"t": {"model": "org/t"}}, rollout=rollout)
     seating = seat(one, 6)
@@ -110,7 +110,7 @@ def seats_of(one: Recipe, gpus: int, names: list[str] | None = None) -> dict[str
     return {p.name: p.device for p in plan_processes(one, seat(one, gpus, gpu_names=names))}
 
 
-def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() -> None:
+def test_the_seed_scenario_takes_one_rollout_gpu_two_training_gpus_and_one_teacher_gpu() -> None:
     one = load_recipe(SEED)
     ranks = {"trainer": "cuda:0", "rank-1": "cuda:1"}
     on_four = {"rollout-0": "cuda:2", "teacher-add-0": "cuda:3", "teacher-sort-0": "cuda:3"}
@@ -126,7 +126,7 @@ def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() 
     on_one = one.model_copy(update={"student": one.student.model_copy(update={"device": "cuda:0"})})
     assert set(seats_of(on_one, 1).values()) == {"cuda:0"}
     assert "GPU 0: student/0 + student/1 + rollout/0 + teacher-add/0" in (seat(on_one, 1).shared() or "")
-    # One teacher, as the request has it: nothing is shared.
+    # With one teacher nothing is shared.
     alone = load_recipe(SEED).model_copy(update={"teachers": {"t": one.teachers["add"]}})
     assert seats_of(alone, 4) == ranks | {"rollout-0": "cuda:2", "teacher-t-0": "cuda:3"}
     assert seat(alone, 4).shared() is None
@@ -136,7 +136,7 @@ def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() 
     assert ROLLOUT not in seat(on_cpus, 4).claims
 
 
-def test_the_plan_draws_it_and_says_what_is_shared(
+def test_plan_draws_the_seed_scenario_and_names_shared_gpus(
     quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = quickstart[1]
@@ -149,7 +149,7 @@ def test_the_plan_draws_it_and_says_what_is_shared(
     assert "3 teacher-add/0 │ 4 teacher-sort/0 │" in output and "shared" not in output
 
 
-def test_a_gpu_named_for_an_engine_is_no_teachers_while_another_is_free() -> None:
+def test_a_gpu_named_for_an_engine_is_not_given_to_a_teacher_while_another_is_free() -> None:
     two = {"t": {"model": "org/t", "replicas": 2}}
     one = recipe(two, rollout={"processes": 1, "devices": ["1"]})
     assert seats_of(one, 4) == {
@@ -158,21 +158,21 @@ def test_a_gpu_named_for_an_engine_is_no_teachers_while_another_is_free() -> Non
         "teacher-t-0": "cuda:2",
         "teacher-t-1": "cuda:3",
     }
-    # Named by hand twice: both sit there, and are said to.
+    # If the recipe names a GPU twice, both roles sit there, and the plan reports it.
     both = recipe({"t": {"model": "org/t", "device": "cuda:1"}}, rollout={"processes": 1, "devices": ["1"]})
     assert "GPU 1: rollout/0 + teacher-t/0." in (seat(both, 4).shared() or "")
-    # The trainer's own process is on the first GPU whatever is named.
+    # The trainer's own process is always on the first GPU.
     first = recipe(two, rollout={"processes": 1, "devices": ["0"]})
     assert seat(first, 4).gpus(STUDENT, 0) == [0] and "GPU 0: student/0 + rollout/0" in (
         seat(first, 4).shared() or ""
     )
-    # Names are those of CUDA_VISIBLE_DEVICES, which may leave GPUs out.
+    # The names are those of CUDA_VISIBLE_DEVICES, which may omit GPUs.
     named = recipe(two, rollout={"processes": 1, "devices": ["5"]})
     assert seats_of(named, 4, ["4", "5", "6", "7"])["rollout-0"] == "cuda:1"
     assert seats_of(named, 4, ["0", "1", "2", "6"])["rollout-0"] == "5", "a GPU that no other role sees"
     with pytest.raises(ClusterError, match=r"rollout\.devices names GPU 5; this machine has 4 GPUs"):
         seat(named, 4)
-    # A pool's own GPU, named by hand.
+    # The recipe names a GPU of a pool.
     pool = {"pools": {"scoring": {"gpus_per_node": 2}}}
     pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "scoring", "replicas": 2}}
     taken = seat(recipe(pooled, cluster=pool, rollout={"processes": 1, "devices": ["3"]}), 4)
@@ -199,7 +199,7 @@ def test_engines_without_a_gpu_of_their_own_sit_with_the_student() -> None:
         st.tuples(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from(["auto", "cuda:1"])), max_size=3
     ),
 )
-def test_no_gpu_is_given_twice_unless_it_is_said(
+def test_gpus_are_shared_only_when_too_few_and_every_shared_gpu_is_reported(
     gpus: int, ranks: int, processes: int, by_hand: bool, teachers: list[tuple[int, int, str]]
 ) -> None:
     named = {
@@ -219,7 +219,7 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
     for found in seating.placement.seats:
         sits.setdefault(found.device, []).append(f"{found.role}/{found.unit}")
     planned = [name for name, device in seats_of(one, gpus).items() if "cuda" not in device]
-    assert not planned, "each has a GPU"
+    assert not planned, "a process has no GPU"
     assert [seating.gpus(STUDENT, rank) for rank in range(ranks)] == [[rank] for rank in range(ranks)]
     note = seating.shared() or ""
     assert {index for index, who in sits.items() if len(who) > 1} == {
@@ -229,9 +229,9 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
     wanted = sum(map(len, sits.values()))
     chosen_by_hand = by_hand or any(device != "auto" for _, width, device in teachers if width == 1)
     if wanted <= gpus and not chosen_by_hand:
-        assert not note, "with enough GPUs nothing is shared"
+        assert not note, "a GPU is shared although there are enough"
     if note and not chosen_by_hand:
-        assert set(sits) == set(range(gpus)), "nothing is shared while a GPU is free"
+        assert set(sits) == set(range(gpus)), "a GPU is shared while another is free"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
         ({"trust_remote_code": True}, {}, "pin it with `revision`"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_the_recipe(
+def test_contradicting_teacher_and_cluster_settings_are_refused(
     teacher: dict[str, Any], cluster: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
@@ -272,7 +272,7 @@ def test_roles_without_processes_are_refused() -> None:
         seat(recipe(cluster={"pools": {"p": {"gpus_per_node": 1}}, "roles": {"rollout": "p"}}), None)
 
 
-def test_the_plan_names_devices_and_ranks() -> None:
+def test_planned_processes_name_the_device_of_each_rank() -> None:
     one = recipe(**POOLED)
     planned = {process.name: process.device for process in plan_processes(one, seat(one, 6))}
     assert planned == {
@@ -286,21 +286,21 @@ def test_the_plan_names_devices_and_ranks() -> None:
     }
 
 
-class Remembering(LocalProcesses):
-    """Starts nothing; remembers what it was asked to start."""
+class RecordingProcesses(LocalProcesses):
+    """Starts nothing and records what it was started to start."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, tuple[list[str], dict[str, str]]] = {}
+        self.started: dict[str, tuple[list[str], dict[str, str]]] = {}
 
     async def start(self, name: str, module: str, arguments: Any, env: Any = None) -> Child:
-        self.asked[name] = (list(arguments), dict(env))
+        self.started[name] = (list(arguments), dict(env))
         return Child(name, None, Path(), {"url": f"http://{name}"})  # type: ignore[arg-type]
 
     async def stop(self, name: str) -> None:
         pass
 
 
-def test_each_replica_is_told_its_gpus() -> None:
+def test_each_replica_process_is_started_with_its_gpus_and_its_settings() -> None:
     changes = {
         "revision": "abc",
         "attention": "eager",
@@ -310,13 +310,13 @@ def test_each_replica_is_told_its_gpus() -> None:
         "tensor_parallel": 2,
     }
     one = recipe({"t": {"model": "org/t", **changes}})
-    processes = Remembering()
+    processes = RecordingProcesses()
     seats = Seats(seat(one, 7), ["10", "11", "12", "13", "14", "15", "16"])
     teachers = LocalTeachers(processes, "t", one.teachers["t"], "by_request", "secret", seats)
     endpoint = asyncio.run(teachers.start("1"))
     assert endpoint.url == "http://teacher-t-1" and "secret" not in repr(endpoint)
     for rank, name in enumerate(("teacher-t-1", "teacher-t-1-rank1")):
-        arguments, env = processes.asked[name]
+        arguments, env = processes.started[name]
         assert env["CUDA_VISIBLE_DEVICES"] == "13,14" and env["UNDERSTUDY_TOKEN"] == "secret"
         for option, value in {
             "--device": f"cuda:{rank}",
@@ -328,10 +328,10 @@ def test_each_replica_is_told_its_gpus() -> None:
         }.items():
             assert arguments[arguments.index(option) + 1] == value
         assert "--compile" in arguments and "secret" not in " ".join(arguments)
-    asyncio.run(teachers.start("2"))  # one that joins later sits on what is free
-    assert processes.asked["teacher-t-2"][1]["CUDA_VISIBLE_DEVICES"] == "15,16"
+    asyncio.run(teachers.start("2"))  # a replica that joins later sits on free GPUs
+    assert processes.started["teacher-t-2"][1]["CUDA_VISIBLE_DEVICES"] == "15,16"
     with pytest.raises(ClusterError, match="no room for teacher-t/3"):
         asyncio.run(teachers.start("3"))
     teachers.forget("1")
     asyncio.run(teachers.start("3"))
-    assert processes.asked["teacher-t-3"][1]["CUDA_VISIBLE_DEVICES"] == "13,14"
+    assert processes.started["teacher-t-3"][1]["CUDA_VISIBLE_DEVICES"] == "13,14"

@@ -1,4 +1,4 @@
-"""What `check`, `plan` and `doctor` know of teachers behind vLLM servers that the run starts."""
+"""What `check`, `plan` and `doctor` report about teachers behind vLLM servers that the run starts."""
 
 import sys
 from pathlib import Path
@@ -50,12 +50,12 @@ def recipe(signal: str = "topk", **keys: Any) -> Recipe:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_of_a_vllm_teacher_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**keys)
 
 
-def test_check_asks_for_the_interpreter_and_the_signal(
+def test_preflight_requires_a_vllm_interpreter_and_a_signal_that_vllm_offers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,7 @@ def test_check_asks_for_the_interpreter_and_the_signal(
     assert problem == "teachers.big: cannot give hidden; its vllm backend offers sampled, topk"
 
 
-def test_plan_shows_one_server_over_all_its_gpus() -> None:
+def test_each_vllm_replica_is_planned_as_one_server_over_all_its_gpus() -> None:
     parsed = recipe(tensor_parallel=2, replicas=2, dtype="bfloat16")
     shown = {one.name: one for one in plan_processes(parsed, seat(parsed, 6))}
     assert [shown[f"teacher-big-{i}"].device for i in range(2)] == ["cuda:1,2", "cuda:3,4"]
@@ -83,7 +83,7 @@ def test_plan_shows_one_server_over_all_its_gpus() -> None:
     assert not any("rank" in name for name in shown)
 
 
-def test_doctor_shows_the_vllm_that_a_run_would_start(
+def test_doctor_reports_a_missing_vllm_interpreter(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown() -> str:

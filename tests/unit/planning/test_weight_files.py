@@ -1,4 +1,4 @@
-"""Models whose files are incomplete, as a cut download or a clone without git-lfs leaves them, are refused before they are loaded."""
+"""Models with incomplete files (a cut download, a clone without git-lfs) are refused before they are loaded."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_incomplete_model_is_refused_and_the_file_is_named(model: Path, name:
     assert str(error.value).startswith(f"student.model = '{model}': ")
 
 
-def test_an_adapter_is_no_model(model: Path) -> None:
+def test_an_adapter_folder_is_refused_as_a_model(model: Path) -> None:
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
     with pytest.raises(
@@ -128,26 +128,26 @@ def test_a_student_that_cannot_be_trained_is_refused_by_its_config(
 
 
 def test_a_tokenizer_of_a_later_release_is_refused_with_the_other_problems(model: Path) -> None:
-    """Valid JSON that the tokenizers library does not know raises a bare Exception there."""
+    """The tokenizers library raises a bare Exception for valid JSON that it does not know."""
     known = json.loads((model / "tokenizer.json").read_text())
     edit(model / "tokenizer.json", model=known["model"] | {"type": "OfTomorrow"})
     [problem] = preflight(recipe_of(model))
     assert "tokenizer.json cannot be read by tokenizers" in problem and "upgrade tokenizers" in problem
 
 
-ENDLESS = (
+NO_END_TOKEN = (
     "names a token that ends a turn, so no rollout could end; set eos_token_id in its generation_config.json"
 )
 
 
-def test_a_student_whose_files_name_no_end_of_a_turn_is_refused(model: Path) -> None:
-    """`load_model` would refuse it, after the teachers were started. An end in config.json is not read beside a
-    generation_config.json."""
+def test_a_student_whose_files_name_no_end_of_turn_token_is_refused(model: Path) -> None:
+    """Without this check `load_model` refuses it only after the teachers were started. The end token in config.json is
+    ignored if there is a generation_config.json."""
     edit(model / "generation_config.json", eos_token_id=None)
     assert not preflight(recipe_of(model))
     edit(model / "tokenizer_config.json", eos_token=None)
     [problem] = preflight(recipe_of(model))
-    assert ENDLESS in problem
+    assert NO_END_TOKEN in problem
     with pytest.raises(DataError, match="names no end-of-sequence token"):
         load_model(str(model), device="cpu")
     (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<eos>"}))
@@ -159,14 +159,16 @@ def test_a_student_whose_files_name_no_end_of_a_turn_is_refused(model: Path) -> 
     assert load_model(str(model), device="cpu").stop_ids == (2,)
     edit(model / "config.json", eos_token_id=None)
     assert ModelFolder(model).has_no_end
-    edit(model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")  # which has one of its own
+    edit(
+        model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer"
+    )  # this class has an end token of its own
     assert not ModelFolder(model).has_no_end
 
 
 def test_a_vocabulary_that_the_config_leaves_out_is_read_from_the_embedding_or_the_tokenizer(
     model: Path,
 ) -> None:
-    """As in Gemma 3 from 4B on, whose text_config has what differs from transformers' defaults."""
+    """The text_config of Gemma 3 (4B and larger) lists only what differs from transformers' defaults."""
     size = ModelFolder.open(str(model), "student.model").vocab_size
     config = json.loads((model / "config.json").read_text())
     del config["vocab_size"]
@@ -176,7 +178,7 @@ def test_a_vocabulary_that_the_config_leaves_out_is_read_from_the_embedding_or_t
     assert ModelFolder(model).vocab_size == 44
 
 
-def test_shards_count_as_the_single_file_does_and_other_files_do_not(model: Path) -> None:
+def test_sharded_weights_have_as_many_parameters_as_one_file_and_other_files_are_ignored(model: Path) -> None:
     whole = ModelFolder.open(str(model), "student.model").parameters
     split(model)
     save_file({"tok_embeddings.weight": torch.zeros(1000)}, model / "consolidated.safetensors")
@@ -185,7 +187,7 @@ def test_shards_count_as_the_single_file_does_and_other_files_do_not(model: Path
     assert folder.parameters == whole
 
 
-def test_a_model_that_cannot_be_read_when_it_is_loaded_is_told_in_one_line(model: Path) -> None:
+def test_load_student_reports_weights_that_cannot_be_read(model: Path) -> None:
     cut(model / "model.safetensors")
     with pytest.raises(
         PolicyError, match=r"cannot be loaded: its weights cannot be read .*download or copy the model again"

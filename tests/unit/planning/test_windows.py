@@ -1,4 +1,4 @@
-"""The staleness bound, searched for a counter-example; the gate, the meter and the controller, without a clock."""
+"""The staleness bound under random event orders, the publish gate, the idle meter and the admission controller."""
 
 import asyncio
 import math
@@ -25,17 +25,19 @@ WINDOWS = st.builds(
 
 @given(WINDOWS, st.integers(0, 2**31))
 @settings(deadline=None)
-def test_no_order_of_events_breaks_the_bound(windows: Windows, seed: int) -> None:
-    """Admission and training race in a random order; ages are taken as the trainer takes them."""
-    chance = random.Random(seed)
+def test_random_orders_of_admission_and_training_keep_the_staleness_bound(
+    windows: Windows, seed: int
+) -> None:
+    """Admission and training race in a random order; ages are computed as the trainer computes them."""
+    rng = random.Random(seed)
     slots = StalenessBudget(windows, admitted=0, published=0)
     version_at_admission: list[int] = []
     version = step = 0
     while step < windows.steps:
         window = windows.of_step(step + 1)
         trainable = windows.prompts_of(window).stop <= slots.admitted
-        if slots.room and (not trainable or chance.random() < 0.5):
-            count = chance.randint(1, slots.room)
+        if slots.room and (not trainable or rng.random() < 0.5):
+            count = rng.randint(1, slots.room)
             slots.charge(count)
             version_at_admission += [version] * count
             continue
@@ -52,7 +54,7 @@ def test_no_order_of_events_breaks_the_bound(windows: Windows, seed: int) -> Non
 
 
 @given(WINDOWS)
-def test_windows_cut_the_run_without_gap_or_overlap(windows: Windows) -> None:
+def test_windows_divide_the_run_without_gap_or_overlap(windows: Windows) -> None:
     prompts = [prompt for window in range(windows.count) for prompt in windows.prompts_of(window)]
     assert prompts == list(range(windows.prompts))
     for step in range(1, windows.steps + 1):
@@ -60,7 +62,7 @@ def test_windows_cut_the_run_without_gap_or_overlap(windows: Windows) -> None:
         assert windows.first_step(window) <= step <= windows.last_step(window)
 
 
-def test_a_fraction_bounds_the_share_that_is_one_behind() -> None:
+def test_a_fractional_staleness_bounds_the_number_of_prompts_one_version_behind() -> None:
     windows = Windows(batch_size=8, sync_every=1, max_staleness=0.5, steps=10)
     ahead = windows.admissible(0, windows.slots) - windows.size
     assert ahead == 4 and windows.oldest == 1
@@ -71,12 +73,12 @@ def test_a_fraction_bounds_the_share_that_is_one_behind() -> None:
     ("staleness", "every", "mode"),
     [(0.0, 1, "on-policy pipeline"), (0.0, 2, "streaming"), (0.5, 1, "async with stale samples")],
 )
-def test_modes_have_verls_names(staleness: float, every: int, mode: str) -> None:
+def test_modes_have_the_names_of_verl(staleness: float, every: int, mode: str) -> None:
     assert Windows(4, every, staleness, 4).mode == mode
 
 
-def test_admission_waits_for_a_publish_and_for_nothing_else() -> None:
-    async def story() -> None:
+def test_admission_waits_for_a_publish_when_no_slot_is_free() -> None:
+    async def scenario() -> None:
         slots = StalenessBudget(Windows(batch_size=2, sync_every=1, max_staleness=0.0, steps=2), 0, 0)
         assert await slots.wait_for_room() == 2
         slots.charge(2)
@@ -90,10 +92,10 @@ def test_admission_waits_for_a_publish_and_for_nothing_else() -> None:
         with pytest.raises(AssertionError, match="slots were free"):
             slots.charge(1)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_lower_ceiling_holds_prompts_back_and_never_less_than_a_window() -> None:
+def test_a_lower_ceiling_reduces_the_free_slots_but_not_below_one_window() -> None:
     slots = StalenessBudget(Windows(batch_size=4, sync_every=1, max_staleness=1.0, steps=9), 0, 0)
     slots.set_ceiling(5)
     assert slots.room == 5
@@ -103,15 +105,15 @@ def test_a_lower_ceiling_holds_prompts_back_and_never_less_than_a_window() -> No
     assert slots.room == 8
 
 
-def test_a_publish_that_drains_is_not_put_off_by_new_rollouts() -> None:
-    async def story() -> None:
+def test_new_rollouts_wait_at_the_publish_gate_while_it_drains() -> None:
+    async def scenario() -> None:
         publish_gate, order = PublishGate(), list[str]()
-        leave = asyncio.Event()
+        may_finish = asyncio.Event()
 
         async def rollout(name: str) -> None:
             async with publish_gate.enter():
                 order.append(name)
-                await leave.wait()
+                await may_finish.wait()
 
         first = asyncio.create_task(rollout("first"))
         await asyncio.sleep(0)
@@ -121,17 +123,17 @@ def test_a_publish_that_drains_is_not_put_off_by_new_rollouts() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert order == ["first"] and not closing.done()
-        leave.set()
+        may_finish.set()
         await closing
         order.append("published")
         publish_gate.open()
         await asyncio.gather(first, second)
         assert order == ["first", "published", "second"]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_idle_is_the_time_with_nothing_in_flight() -> None:
+def test_the_idle_share_is_the_time_with_nothing_in_flight() -> None:
     now = [0.0]
     meter = BusyMeter(clock=lambda: now[0])
     now[0] = 2.0
@@ -152,14 +154,14 @@ def test_idle_is_the_time_with_nothing_in_flight() -> None:
     assert meter.take_idle() == pytest.approx(0.5)
 
 
-def test_the_controller_moves_after_the_same_finding_twice() -> None:
+def test_the_admission_controller_changes_its_ceiling_after_the_same_observation_twice() -> None:
     windows = Windows(batch_size=8, sync_every=1, max_staleness=1.0, steps=100)
     controller = AdmissionController(windows)
     assert (
         controller.observe(0.5, 0.0) is None and controller.observe(0.5, 0.0) is None
     )  # at the bound already
     assert controller.observe(0.0, 1.0) is None
-    assert controller.observe(0.05, 1.0) is None, "between the dead zones the count starts again"
+    assert controller.observe(0.05, 1.0) is None, "an observation between the thresholds restarts the count"
     assert controller.observe(0.0, 1.0) is None
     decision = controller.observe(0.0, 1.0)
     assert decision and "16 → 14 of 16 slots" in decision and controller.ceiling == 14

@@ -1,4 +1,4 @@
-"""Planned activations, keys and values beside what real models keep, and settings that fit a GPU."""
+"""Planned activations, keys and values compared with those of real models, and settings that fit a GPU."""
 
 import json
 from pathlib import Path
@@ -47,8 +47,8 @@ SIZES = {
 }
 TOKENS = 512
 SMALL = DecoderShape(2, 64, 160, 4, 2, 16, 128, False, 4096)
-ONE_AND_A_HALF = DecoderShape(24, 1536, 8960, 12, 2, 128, 151_936, False, 32_768)
-SIX_TENTHS = DecoderShape(28, 1024, 3072, 16, 8, 128, 151_936, True, 40_960)
+SHAPE_1_5B = DecoderShape(24, 1536, 8960, 12, 2, 128, 151_936, False, 32_768)
+SHAPE_0_6B = DecoderShape(28, 1024, 3072, 16, 8, 128, 151_936, True, 40_960)
 
 
 def model_of(kind: str, layers: int) -> PreTrainedModel:
@@ -60,10 +60,10 @@ def model_of(kind: str, layers: int) -> PreTrainedModel:
     return model
 
 
-def kept_by(model: PreTrainedModel) -> int:
+def saved_activation_bytes(model: PreTrainedModel) -> int:
     """Bytes of the storages that a forward pass keeps for its backward pass, parameters left out."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+    storages: dict[int, torch.UntypedStorage] = {}  # references, so that no address is reused
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -82,26 +82,26 @@ def shape_of(kind: str) -> DecoderShape:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_layer_keeps_what_is_planned(kind: str) -> None:
-    one, two = (kept_by(model_of(kind, layers)) for layers in (1, 2))
+def test_a_layer_saves_as_many_activation_bytes_as_planned(kind: str) -> None:
+    one, two = (saved_activation_bytes(model_of(kind, layers)) for layers in (1, 2))
     assert (two - one) / TOKENS == shape_of(kind).kept_per_token(2, compiled=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_layer_keeps_what_is_planned(kind: str) -> None:
+def test_a_compiled_layer_saves_as_many_activation_bytes_as_planned(kind: str) -> None:
     models = [model_of(kind, layers) for layers in (1, 2)]
     assert all(compile_layers(model.model) for model in models)
-    one, two = map(kept_by, models)
+    one, two = map(saved_activation_bytes, models)
     assert (two - one) / TOKENS == shape_of(kind).kept_per_token(2, compiled=True)
 
 
-def test_a_recomputed_layer_keeps_its_input() -> None:
+def test_a_layer_with_gradient_checkpointing_saves_only_its_input() -> None:
     found = []
     for layers in (1, 2):
         model = model_of("qwen2", layers)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        found.append(kept_by(model))
+        found.append(saved_activation_bytes(model))
     assert (found[1] - found[0]) / TOKENS == 2 * 64
     deep, shallow = (
         DecoderShape(layers, 64, 160, 4, 2, 16, 128, False, 4096).training(
@@ -113,15 +113,17 @@ def test_a_recomputed_layer_keeps_its_input() -> None:
 
 
 @pytest.mark.parametrize(("compiled", "measured"), [(False, 73), (True, 50)])
-def test_a_whole_update_as_measured_on_an_h200(compiled: bool, measured: int) -> None:
+def test_the_planned_memory_of_an_update_matches_the_measurement_on_an_h200(
+    compiled: bool, measured: int
+) -> None:
     """0.6B, micro-batches of 32,768 tokens (docs/experiments.md, "A whole step on a GPU")."""
-    work = SIX_TENTHS.training(32_768, 26_214, 2, compiled=compiled, checkpointed=False, whole_rows=False)
+    work = SHAPE_0_6B.training(32_768, 26_214, 2, compiled=compiled, checkpointed=False, whole_rows=False)
     states = 596_049_920 * 18
     assert (work + states) / 2**30 == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_the_pool_is_as_large_as_the_engines(narrow: bool) -> None:
+def test_the_planned_kv_pool_is_as_large_as_that_of_the_engine(narrow: bool) -> None:
     model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, **SIZES)).to(torch.bfloat16)
     kv_format = KVFormat.FP8 if narrow else KVFormat.MODEL
     expected = pool_bytes(model, slots=7, max_length=96, kv_format=kv_format)
@@ -150,13 +152,13 @@ def recipe_of(folder: Path, *, rows: int, length: int, **student: Any) -> Recipe
     )
 
 
-def test_long_rows_are_counted_in_activations_and_in_the_pool(tmp_path: Path) -> None:
+def test_long_rows_increase_the_planned_activations_and_the_kv_pool(tmp_path: Path) -> None:
     long, short = (recipe_of(tmp_path / "m", rows=4, length=length) for length in (32_768, 512))
     planned = [plan_processes(one, seat(one, 1)) for one in (long, short)]
     trainer, replica = planned[0][0], planned[0][1]
     slot = 32_768 * 24 * 2 * 2 * 128 * 2
     assert engine_work(long)[0] == 129 * slot
-    assert trainer.working_bytes > 129 * slot + 32_768 * 24 * ONE_AND_A_HALF.kept_per_token(2, False)
+    assert trainer.working_bytes > 129 * slot + 32_768 * 24 * SHAPE_1_5B.kept_per_token(2, False)
     assert replica.working_bytes > 32_768 * 6 * 8960
     assert planned[1][0].working_bytes < trainer.working_bytes / 10
     assert plan_processes(long, seat(long, 0))[0].working_bytes == 0, "a CPU's rows are not planned"
@@ -164,7 +166,9 @@ def test_long_rows_are_counted_in_activations_and_in_the_pool(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("gib", "expected"), [(400, {}), (140, {"rollout.max_batch": 4}),
     (80, {"rollout.max_batch": 4, "student.gradient_checkpointing": True})])  # fmt: skip
-def test_settings_that_fit(tmp_path: Path, gib: int, expected: dict[str, Any]) -> None:
+def test_the_suggested_settings_fit_the_memory_of_a_gpu(
+    tmp_path: Path, gib: int, expected: dict[str, Any]
+) -> None:
     one = recipe_of(tmp_path / "m", rows=4, length=32_768)
     changed = settings_that_fit(one, gib << 30)
     assert changed == expected
@@ -175,7 +179,7 @@ def test_settings_that_fit(tmp_path: Path, gib: int, expected: dict[str, Any]) -
     assert max(gpu_loads(plan_processes(one, seat(one, 1))).values()) < gib << 30
 
 
-def test_plan_says_what_to_set(
+def test_plan_reports_whether_the_gpu_memory_suffices_and_refuses_invalid_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "220")

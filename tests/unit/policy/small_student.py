@@ -1,4 +1,4 @@
-"""Small models, batches and objectives with nothing hidden in them."""
+"""Small models, batches and objectives for tests of the policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def qwen3(seed: int = 0, tied: bool = True, dtype: torch.dtype = torch.float32) 
 
 
 def windowed() -> PreTrainedModel:
-    """Its first layer sees four tokens back and no further."""
+    """A student whose first layer has a sliding window of four tokens."""
     model = qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]
     model.config.sliding_window = 4
@@ -94,8 +94,11 @@ def gemma2(seed: int = 0) -> PreTrainedModel:
 
 
 def settings(**changes: object) -> PolicySettings:
-    kept = {"schedule": Schedule(ScheduleKind.CONSTANT, peak=1e-2), "adamw": AdamWSettings(weight_decay=0.1)}
-    return PolicySettings(**{**kept, **changes})  # type: ignore[arg-type]
+    defaults = {
+        "schedule": Schedule(ScheduleKind.CONSTANT, peak=1e-2),
+        "adamw": AdamWSettings(weight_decay=0.1),
+    }
+    return PolicySettings(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 def batch_of(masks: list[list[int]], seed: int = 0, vocab: int = VOCAB) -> Batch:
@@ -137,7 +140,7 @@ def token_mean(batch: Batch) -> Jagged:
 
 
 def cross_entropy(head: StudentHead, inputs: LossInputs) -> LossOutput:
-    """−log q(y): enough to see every gradient."""
+    """The weighted sum of −log q(y). Its gradient reaches every weight."""
     logprobs_NV = logits_of(head).log_softmax(-1)
     sampled_N = logprobs_NV.gather(1, inputs.token_ids_N[:, None])[:, 0]
     loss = -(inputs.weights_N * sampled_N).sum()
@@ -148,7 +151,7 @@ def cross_entropy(head: StudentHead, inputs: LossInputs) -> LossOutput:
 
 
 def poisoned(where: str, token: int) -> Objective:
-    """Cross-entropy that breaks on one token id: in its value, or only in its gradient."""
+    """Cross-entropy that is not finite on one token id: in its value, or only in its gradient."""
 
     def objective(head: StudentHead, inputs: LossInputs) -> LossOutput:
         output = cross_entropy(head, inputs)

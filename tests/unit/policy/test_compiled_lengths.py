@@ -1,4 +1,4 @@
-"""A compiled layer serves micro-batches of any lengths: it is not compiled again in the middle of a run."""
+"""Compiled layers serve micro-batches of any lengths without another compilation in the middle of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from understudy.policy.load import switch_off_dropout
 
 @torch.library.custom_op("understudy_test::attention", mutates_args=())
 def opaque(query_TQD: torch.Tensor, bounds: torch.Tensor, longest: int) -> torch.Tensor:
-    """Stands for the GPU's kernel, which takes the longest row as a number."""
+    """Stands in for the GPU's kernel, which takes the length of the longest row as a number."""
     return query_TQD.clone()
 
 
@@ -32,26 +32,26 @@ def attend(module: Any, query: torch.Tensor, *others: Any, **options: Any) -> tu
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """How many graphs have been compiled."""
-    made: list[Any] = []
+    """The graphs that have been compiled so far."""
+    compiled: list[Any] = []
 
     def count(graph: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        made.append(graph)
+        compiled.append(graph)
         return graph.forward
 
     monkeypatch.setattr(compiled_layers, "BACKEND", count)
     AttentionInterface.register(VARLEN, attend)
     torch._dynamo.reset()
-    yield made
+    yield compiled
     AttentionInterface.register(VARLEN, varlen_attention)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_no_lengths_of_later_micro_batches_make_it_compile_again(
+def test_later_micro_batches_of_other_lengths_cause_no_compilation(
     graphs: list[Any], group: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`group`: rows filled up to a few lengths, where that pays."""
+    """`group`: rows are padded to a few common lengths where that is faster."""
     monkeypatch.setattr(grouped_attention, "ROUND", 8)
     if group:
         AttentionInterface.register(VARLEN, varlen_attention)
@@ -61,7 +61,7 @@ def test_no_lengths_of_later_micro_batches_make_it_compile_again(
 
     def forward(lengths: Sequence[int]) -> None:
         line = lay_out(torch.zeros(1, sum(lengths), dtype=torch.long), lengths, group=group)
-        # As on a GPU: a bound, rounded up.
+        # On a GPU the longest row is an upper bound, rounded up.
         longest = 1 << (max(lengths) - 1).bit_length()
         options = line.options | {"max_length_q": longest, "max_length_k": longest}
         with torch.no_grad():
@@ -75,8 +75,10 @@ def test_no_lengths_of_later_micro_batches_make_it_compile_again(
     assert len(graphs) == first
 
 
-def test_compiled_layers_learn_what_plain_ones_do_from_filled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the compiler's own backward pass: attention is one operator to it, and its gradient another."""
+def test_compiled_layers_give_the_gradients_of_plain_layers_on_rows_padded_to_equal_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradients come from the compiler's own backward pass, to which attention and its gradient are two operators."""
     monkeypatch.setattr(grouped_attention, "ROUND", 8)
     monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
     torch._dynamo.reset()

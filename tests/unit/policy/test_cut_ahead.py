@@ -1,4 +1,4 @@
-"""Micro-batches that a thread cuts while the one before is computed."""
+"""Micro-batches that a thread prepares while the previous one is computed."""
 
 import threading
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DEVICES = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_pass_comes_in_its_order(device: str) -> None:
+def test_cut_ahead_yields_the_micro_batches_of_cut_in_their_order(device: str) -> None:
     batch = varied_batch()
     assembler = Assembler(batch, token_mean(batch)).hold()
     found = list(assembler.cut_ahead(PASSES, Layout.PACKED, torch.device(device)))
@@ -33,7 +33,7 @@ def test_every_pass_comes_in_its_order(device: str) -> None:
         assert micro.inputs.max_id == plain.inputs.max_id
 
 
-def test_the_next_one_is_cut_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_micro_batch_is_cut_ahead_of_the_consumer_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = varied_batch()
     assembler = Assembler(batch, token_mean(batch)).hold()
     begun, plain = [threading.Event() for _ in PASSES], assembler.cut
@@ -46,12 +46,12 @@ def test_the_next_one_is_cut_before_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(assembler, "cut", cut)
     micros = assembler.cut_ahead(PASSES, Layout.PACKED, torch.device("meta"))
     next(micros)
-    assert begun[1].wait(10) and not begun[2].is_set(), "one ahead, and no more in memory"
+    assert begun[1].wait(10) and not begun[2].is_set(), "two micro-batches were cut ahead"
     micros.close()  # type: ignore[attr-defined]
     assert not any(one.name.startswith("cut") for one in threading.enumerate())
 
 
-def test_a_bad_row_is_raised_at_its_own_pass() -> None:
+def test_an_error_while_cutting_is_raised_at_the_micro_batch_that_caused_it() -> None:
     batch = varied_batch()
     assembler = Assembler(batch, token_mean(batch)).hold()
     micros = assembler.cut_ahead([([0], True), ([999], True)], Layout.PACKED, torch.device("meta"))

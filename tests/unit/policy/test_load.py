@@ -1,4 +1,4 @@
-"""What loading a student does besides reading its files."""
+"""What loading a student does besides reading its files: router noise, missing weights, long texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from understudy.policy.supervised import SupervisedSchedule, pad_rows, train
 def test_a_text_longer_than_the_context_is_encoded_without_a_warning(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers said that running it "will result in indexing errors"; a long tool result is cut before it is read."""
+    """transformers warns that running it "will result in indexing errors", but long tool results are truncated first."""
     tokenizer = load_tokenizer(str(ASSETS / "models" / "student"))
     assert len(tokenizer("12+34=" * 1000)["input_ids"]) > tokenizer.model_max_length
     assert "longer than" not in caplog.text + "".join(capfd.readouterr())
@@ -48,11 +48,15 @@ def noisy(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_routers_add_no_noise_in_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_add_no_noise_in_training_after_switch_off_router_noise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = noisy(name, monkeypatch)
     expected = model(input_ids=IDS).logits
     model.train()
-    assert not torch.equal(model(input_ids=IDS).logits, expected), "transformers' own training is noisy"
+    assert not torch.equal(model(input_ids=IDS).logits, expected), (
+        "transformers adds no noise in training any more"
+    )
     assert switch_off_router_noise(model) == NOISY[name][1].split(", ")
     for one in (model, copy.deepcopy(model)):
         one.eval()
@@ -69,13 +73,13 @@ def test_routers_add_no_noise_in_supervised_training(name: str, monkeypatch: pyt
     models = [noisy(name, monkeypatch)]
     models.append(copy.deepcopy(models[0]))
     rows = pad_rows([(IDS[0].tolist(), [True] * IDS.shape[1])] * 2, 0)
-    for model in models:  # torch's generator goes on between the two
+    for model in models:  # torch's generator is not reset between the two
         train(model, {"all": rows}, SupervisedSchedule(2, {"all": 2}, seed=0))
     one, other = (model.state_dict() for model in models)
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_student_is_loaded_without_noise_and_its_log_says_so(
+def test_load_student_switches_router_noise_off_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     noisy("phimoe", monkeypatch).save_pretrained(tmp_path)
@@ -87,7 +91,7 @@ def test_a_student_is_loaded_without_noise_and_its_log_says_so(
     assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_other_models_are_left_as_they_are() -> None:
+def test_models_without_router_noise_are_not_changed() -> None:
     for name in ("mixtral", "qwen3-moe"):
         model = make(name).train()
         assert switch_off_router_noise(model) == [] and all(module.training for module in model.modules())
@@ -104,7 +108,7 @@ def test_other_models_are_left_as_they_are() -> None:
 def test_a_model_whose_files_do_not_hold_all_its_weights_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers fills what is missing with random numbers."""
+    """transformers would initialize missing weights with random numbers."""
     monkeypatch.setitem(FAMILIES, "tied", Family("llama", {"tie_word_embeddings": True}))
     make("tied").save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(ASSETS / "models" / "student").save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""A value head in place of the vocabulary's, and a frozen model beside the student."""
+"""A value head in place of the language-model head, and the frozen reference model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from understudy.policy.reference import ReferenceModel
 
 
 @pytest.mark.parametrize("make", [qwen3, llama, gemma2])
-def test_values_are_read_where_the_token_is_predicted(make: type) -> None:
+def test_the_value_of_a_token_is_read_at_the_position_that_predicts_it(make: type) -> None:
     model = give_value_head(make())
     batch = varied_batch(rows=5)
     critic = Policy(model, settings())
-    assert float(critic.read(batch, token_values).values.abs().max()) == 0.0, "it starts without an opinion"
+    assert float(critic.read(batch, token_values).values.abs().max()) == 0.0, "a new value head predicts 0"
     with torch.no_grad():
         model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
         model.lm_head.bias.fill_(0.5)
@@ -29,7 +29,7 @@ def test_values_are_read_where_the_token_is_predicted(make: type) -> None:
         assert found[row].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_tied_embedding_is_left_alone() -> None:
+def test_give_value_head_does_not_change_a_tied_embedding() -> None:
     model, before = give_value_head(qwen3(tied=True)), qwen3(tied=True)
     assert torch.equal(model.get_input_embeddings().weight, before.get_input_embeddings().weight)
     assert model.lm_head.weight.shape == (1, 16)
@@ -37,8 +37,8 @@ def test_a_tied_embedding_is_left_alone() -> None:
     assert "lm_head.weight" in names and "model.embed_tokens.weight" in names
 
 
-def test_a_frozen_twin_agrees_to_the_bit() -> None:
-    """Equal weights must give a KL of exactly 0, or the leash would pull from the first step."""
+def test_the_reference_model_gives_the_students_logprobs_bit_for_bit() -> None:
+    """Equal weights must give a KL of exactly 0, or the KL penalty would have a gradient from the first step on."""
     batch = varied_batch()
     frozen = ReferenceModel(qwen3())
     own = Policy(qwen3(), settings()).logprobs(batch, 50)

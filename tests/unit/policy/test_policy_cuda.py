@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: the variable-length kernel against its plain twin, and the optimizer's places."""
+"""CUDA only: attention kernels compared with plain implementations, and the device of the optimizer's tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_flash_kernel_equals_the_plain_twin(window: int | None, kv_heads: int) -> None:
+def test_the_flash_attention_kernel_equals_the_plain_implementation(
+    window: int | None, kv_heads: int
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = [1, 17, 64, 3, 40]
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
@@ -50,8 +52,10 @@ def test_flash_kernel_equals_the_plain_twin(window: int | None, kv_heads: int) -
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (16, 8, 128), (9, 3, 64)])
-def test_grouped_attention_equals_the_plain_twin(heads: int, kv_heads: int, size: int, grouped: bool) -> None:
-    """cuDNN's kernels over rows of one length, FlashAttention where there are no groups; forward and backward."""
+def test_grouped_attention_on_cuda_equals_float64_on_a_cpu(
+    heads: int, kv_heads: int, size: int, grouped: bool
+) -> None:
+    """cuDNN's kernels on rows of equal length, FlashAttention without groups; forward and backward."""
     generator = torch.Generator("cuda").manual_seed(1)
     lengths = [640] * 5 + [128, 64]
     groups = in_groups(np.array(lengths))
@@ -60,7 +64,7 @@ def test_grouped_attention_equals_the_plain_twin(heads: int, kv_heads: int, size
     table = torch.from_numpy(groups.table_G3) if grouped else NO_GROUPS
 
     def draw(count: int) -> torch.Tensor:
-        # As a layer has it: heads first, and the line a transposed view.
+        # As a layer passes it: heads first, as a transposed view of the packed line.
         whole = torch.randn(count, sum(lengths), size, device="cuda", generator=generator)
         return whole.to(torch.bfloat16).transpose(0, 1)
 
@@ -78,8 +82,8 @@ def test_grouped_attention_equals_the_plain_twin(heads: int, kv_heads: int, size
         assert (fast.cpu().double() - plain).norm() < 8e-3 * plain.norm()
 
 
-def test_this_gpu_takes_groups_if_it_is_new_enough() -> None:
-    """A refusal is only a warning and a slower step: it should be seen here."""
+def test_grouped_attention_is_used_on_hopper_and_later_gpus() -> None:
+    """A run without it only warns and is slower, so this test must show it."""
     new_enough = torch.cuda.get_device_capability()[0] >= HOPPER
     config = Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     for learns in (False, True):
@@ -87,7 +91,7 @@ def test_this_gpu_takes_groups_if_it_is_new_enough() -> None:
         assert found == new_enough
 
 
-def test_packed_is_chosen_and_equals_padded() -> None:
+def test_the_packed_layout_is_the_default_on_cuda_and_equals_the_padded_one() -> None:
     batch = varied_batch(rows=40)
     found = {}
     for layout in (None, Layout.PADDED):
@@ -104,8 +108,10 @@ def test_packed_is_chosen_and_equals_padded() -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_moves_through_the_host_and_back(dtype: torch.dtype, offload: bool) -> None:
-    """One step after a restart equals the step without one; the optimizer finds its tensors where it needs them."""
+def test_a_policy_state_that_is_saved_and_loaded_on_cuda_gives_the_same_next_step(
+    dtype: torch.dtype, offload: bool
+) -> None:
+    """The step after a restart equals the step without one, with the optimizer's tensors on the GPU or on the host."""
     ways = settings(adamw=AdamWSettings(weight_decay=0.1, offload=offload), layout=Layout.PADDED)
     first = Policy(qwen3(dtype=dtype).cuda(), ways)
     batch = varied_batch()

@@ -1,4 +1,4 @@
-"""Every token is scored by the hidden state before it, whatever else lies in the batch."""
+"""Every token is scored by the hidden state before it, whatever other rows are in the batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_loss_and_gradient_equal_a_plain_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_packed_equals_padded(name: str) -> None:
+def test_packed_and_padded_layouts_give_the_same_loss_and_gradient(name: str) -> None:
     batch = varied_batch(seed=3)
     found = {}
     for layout in Layout:
@@ -74,7 +74,7 @@ def test_packed_equals_padded(name: str) -> None:
         assert torch.allclose(padded, packed, atol=1e-5)
 
 
-def test_packed_sliding_window_equals_padded() -> None:
+def test_packed_and_padded_layouts_give_the_same_loss_with_a_sliding_window() -> None:
     batch = varied_batch(seed=5)
     losses = []
     for layout in Layout:
@@ -86,8 +86,8 @@ def test_packed_sliding_window_equals_padded() -> None:
     assert losses[0] == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
 
 
-def test_packing_is_refused_where_rows_would_see_each_other() -> None:
-    """Gemma 2 caps its attention scores, which the packed attention does not; a layer that mixes neighbours is worse."""
+def test_the_packed_layout_is_refused_for_a_model_that_would_mix_rows() -> None:
+    """Gemma 2 caps its attention scores, which the packed attention does not. A layer may also mix neighbouring tokens."""
     assert choose_layout(ready("qwen3"), Layout.PACKED) is Layout.PACKED
     assert choose_layout(ready("qwen3")) is Layout.PACKED
     with pytest.raises(PolicyError, match="cannot train on packed rows"):
@@ -102,7 +102,7 @@ def test_packing_is_refused_where_rows_would_see_each_other() -> None:
 
 
 class PositionBody(nn.Module):
-    """Its hidden state at position t is the one-hot of t itself: any shift shows as a wrong index."""
+    """Its hidden state at position t is the one-hot vector of t, so a shift shows as a wrong index."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class PositionBody(nn.Module):
 
 
 class PositionModel(nn.Module):
-    """A causal language model by shape, whose logits say which position they were made at."""
+    """Has the interface of a causal language model; its logits tell the position they were computed at."""
 
     def __init__(self, positions: int = 64) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ def test_each_token_is_predicted_from_the_position_before_it(layout: Layout) -> 
     ]
     batch = batch_of(masks)
     rows = [3, 1, 4, 0, 2]
-    expected = [t - 1 for row in rows for t, bears in enumerate(masks[row]) if bears]
-    targets = [int(batch.tokens[row][t]) for row in rows for t, bears in enumerate(masks[row]) if bears]
+    expected = [t - 1 for row in rows for t, has_loss in enumerate(masks[row]) if has_loss]
+    targets = [int(batch.tokens[row][t]) for row in rows for t, has_loss in enumerate(masks[row]) if has_loss]
 
     def positions(head: StudentHead, inputs: LossInputs) -> tuple[list[int], list[int]]:
         return logits_of(head).argmax(-1).tolist(), inputs.token_ids_N.tolist()
@@ -164,8 +164,8 @@ def test_each_token_is_predicted_from_the_position_before_it(layout: Layout) -> 
     ]
 
 
-def test_teacher_columns_follow_their_token() -> None:
-    """Each value names its row and place, so a column that slips by one anywhere is seen."""
+def test_teacher_columns_stay_aligned_with_their_tokens() -> None:
+    """Each value encodes its row and position, so a column that is shifted by one is detected."""
     masks = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 1]]
     batch = batch_of(masks)
     named = Jagged.from_rows(
@@ -204,21 +204,21 @@ def test_an_unaligned_column_is_refused_by_name() -> None:
         Assembler(batch, [torch.ones(2)])
 
 
-def test_the_first_token_cannot_bear_loss() -> None:
+def test_a_loss_mask_on_the_first_token_is_refused() -> None:
     batch = batch_of([[0, 1], [1, 1]])
     with pytest.raises(PolicyError, match="row-001"):
         Assembler(batch, token_mean(batch)).hold()
 
 
-def test_bad_numbers_name_the_rows() -> None:
+def test_nan_in_the_loss_inputs_is_refused_with_the_key_of_the_row() -> None:
     batch = batch_of([[0, 1], [0, 1, 1]])
     batch.behaviour_logprobs.values[1] = float("nan")
     with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-000"):
         Assembler(batch, token_mean(batch)).hold().cut([0, 1], Layout.PADDED)
 
 
-def test_only_the_origin_of_a_row_excuses_missing_logprobs() -> None:
-    """A given answer has none. A row that an engine wrote must have all of them, whatever they look like."""
+def test_missing_behaviour_logprobs_are_allowed_only_in_rows_from_the_data() -> None:
+    """An answer from the data has none. A row that an engine generated must have all of them."""
     batch = batch_of([[0, 1], [0, 1, 1], [0, 1, 1]])
     batch.behaviour_logprobs.values.fill_(float("nan"))
     with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-000"):
@@ -236,22 +236,22 @@ def test_only_the_origin_of_a_row_excuses_missing_logprobs() -> None:
     ]
 
 
-def test_a_head_with_an_unknown_twist_is_refused() -> None:
+def test_verify_head_refuses_a_model_whose_logits_differ_from_its_heads() -> None:
     model = ready("qwen3")
     verify_head(model)
     plain = model.forward
 
-    def twisted(*args: object, **kwargs: object) -> object:
+    def scaled(*args: object, **kwargs: object) -> object:
         output = plain(*args, **kwargs)
         output.logits = output.logits * 1.5
         return output
 
-    model.forward = twisted
+    model.forward = scaled
     with pytest.raises(PolicyError, match="differs from the model's own logits"):
         verify_head(model)
 
 
-def test_weights_that_are_not_finite_are_named_as_the_reason() -> None:
+def test_verify_head_names_weights_that_are_not_finite_as_the_reason() -> None:
     model = ready("qwen3")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
@@ -259,7 +259,7 @@ def test_weights_that_are_not_finite_are_named_as_the_reason() -> None:
         verify_head(model)
 
 
-def test_softcap_reaches_the_loss() -> None:
+def test_the_softcap_of_the_model_is_applied_to_the_logits_of_the_loss() -> None:
     head_of_gemma = StudentForward(gemma2())
     assert head_of_gemma.facts.softcap == 5.0
     batch = varied_batch(rows=2)
@@ -269,8 +269,8 @@ def test_softcap_reaches_the_loss() -> None:
     assert logits.abs().max() <= 5.0
 
 
-def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
-    """Every column, with the rows held in another order than the batch's, and hidden states by teacher."""
+def test_a_remote_batch_is_cut_into_the_same_micro_batches_as_a_local_one() -> None:
+    """Compares every column, with rows held in another order than the batch's, and with hidden states of two teachers."""
     masks = [[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1, 1, 1]]
     batch = batch_of(masks)
     counts = batch.loss_lengths
@@ -296,11 +296,11 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
             raise AssertionError(reason)
 
     meta = BatchMeta("train", full.keys, ("tokens", "teacher_hidden"))
-    by_name = RemoteBatch(
+    remote_batch = RemoteBatch(
         meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers, origins=full.origins
     )
     local = Assembler(full, token_mean(full), old, heads).hold()
-    remote = Assembler(by_name, token_mean(full), old, heads)
+    remote = Assembler(remote_batch, token_mean(full), old, heads)
     assert remote.groups() == local.groups() == ["a", "b", "b", "a"] and remote.rows_with_loss() == [
         0,
         1,

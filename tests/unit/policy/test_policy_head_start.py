@@ -1,4 +1,4 @@
-"""A forward pass made before the loss is known changes nothing but the time of an update."""
+"""A head start (a forward pass before the loss is known) changes only the time of an update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from understudy.policy.policy import Policy
 from understudy.types.batch import Batch
 
 WHOLE, PIECES = 8192, 60
-"""Tokens of a micro-batch: all rows in one, and rows in several."""
+"""Tokens of a micro-batch: all rows in one micro-batch, and rows in several."""
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, object]]] = {
     "packed": (qwen3, {}),
     "untied": (llama, {}),
@@ -41,8 +41,8 @@ def weights_of(policy: Policy) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in policy.state().model.values()]
 
 
-def watch(policy: Policy) -> list[int]:
-    """Rows of every pass through the body."""
+def count_passes(policy: Policy) -> list[int]:
+    """The number of rows of every forward pass of the body."""
     passes: list[int] = []
     hidden = policy.forward.hidden
 
@@ -56,10 +56,10 @@ def watch(policy: Policy) -> list[int]:
 
 @pytest.mark.parametrize("max_tokens", [WHOLE, PIECES])
 @pytest.mark.parametrize("name", CASES)
-def test_head_start_changes_no_bit(name: str, max_tokens: int) -> None:
+def test_an_update_with_a_head_start_gives_the_same_bits_as_one_without(name: str, max_tokens: int) -> None:
     model, changes = CASES[name]
     plain, ahead = (Policy(model(), settings(**changes)) for _ in range(2))
-    passes = watch(ahead)
+    passes = count_passes(ahead)
     for seed in range(3):
         batch = varied_batch(seed=seed)
         expected = plain.update(batch, cross_entropy, token_mean(batch), max_tokens)
@@ -71,18 +71,18 @@ def test_head_start_changes_no_bit(name: str, max_tokens: int) -> None:
             expected.row_losses,
         )
         assert found.seconds["ahead"] > 0 and expected.seconds["ahead"] == 0
-        assert len(passes) == found.micro_batches  # the first was not made twice
+        assert len(passes) == found.micro_batches  # the head start was not repeated
         assert (found.micro_batches > 1) == (max_tokens == PIECES)
         passes.clear()
     for mine, theirs in zip(weights_of(ahead), weights_of(plain), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_several_updates_of_a_step() -> None:
-    """Only the first update was foreseen; the second works on other weights, with the same rows."""
+def test_a_head_start_serves_the_first_of_several_updates_of_a_step() -> None:
+    """The head start is for the first update only; the second has other weights and the same rows."""
     batch = varied_batch()
     plain, ahead = (Policy(qwen3(), settings()) for _ in range(2))
-    passes = watch(ahead)
+    passes = count_passes(ahead)
     ahead.begin_head_start(lambda: batch)
     for policy in (plain, ahead):
         old = policy.logprobs(batch)
@@ -95,7 +95,7 @@ def test_several_updates_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("expected_rows", ["others", "fewer", "none", "trouble"])
-def test_wrong_guess_is_dropped(expected_rows: str) -> None:
+def test_a_head_start_on_the_wrong_rows_is_discarded(expected_rows: str) -> None:
     batch = varied_batch(seed=1)
 
     def guess() -> Batch | None:
@@ -110,8 +110,8 @@ def test_wrong_guess_is_dropped(expected_rows: str) -> None:
     assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
 
 
-def test_weights_loaded_meanwhile() -> None:
-    """States of the old weights would give another loss."""
+def test_a_head_start_is_discarded_when_other_weights_are_loaded() -> None:
+    """The hidden states of the old weights would give another loss."""
     batch = varied_batch()
     other = Policy(qwen3(seed=5), settings())
     ahead = Policy(qwen3(), settings())
@@ -122,7 +122,7 @@ def test_weights_loaded_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_broken_rows_are_named(where: str) -> None:
+def test_rows_with_a_non_finite_loss_or_gradient_are_named_after_a_head_start(where: str) -> None:
     batch = batch_of([[0, 0, 1, 1], [0, 1, 1], [0, 0, 1]], seed=4)
     token = int(batch.tokens[1][2])
     rows = [

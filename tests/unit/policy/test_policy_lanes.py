@@ -1,4 +1,4 @@
-"""Micro-batches side by side give the bits of the same micro-batches one after another."""
+"""Lanes compute micro-batches in parallel on a CPU and give the same bits as one after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from understudy.types.batch import Batch
 
 
 @pytest.fixture(autouse=True)
-def small_rows_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def lanes_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "TOKENS_WORTH_A_LANE", 32)
 
 
@@ -31,20 +31,20 @@ def rows(seed: int, count: int = 24) -> Batch:
     return batch_of([[0] * before + [1] * after for before, after in sizes], seed)
 
 
-class InTurn(CpuLanes):
-    """As many lanes, and one thread."""
+class SequentialLanes(CpuLanes):
+    """The same number of lanes on one thread."""
 
     def run(self, work, items):
         return [work(item) for item in items]
 
 
-def in_turn(policy: Policy) -> Policy:
-    policy.lanes = InTurn(policy.lanes.count)
+def sequential(policy: Policy) -> Policy:
+    policy.lanes = SequentialLanes(policy.lanes.count)
     return policy
 
 
-def by_backward(policy: Policy) -> Policy:
-    """The plan of lanes, and the plain loop over it."""
+def plain_loop_over_the_plan_of_lanes(policy: Policy) -> Policy:
+    """Plans for three lanes and runs the plain loop over that plan."""
     plan = policy.plan
     policy.plan = lambda *a: (
         setattr(policy, "lanes", CpuLanes(3)),
@@ -57,23 +57,27 @@ def by_backward(policy: Policy) -> Policy:
 @pytest.mark.parametrize("max_tokens", [8192, 150])
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("name", CASES)
-def test_lanes_change_no_bit(name: str, ahead: bool, max_tokens: int) -> None:
+def test_lanes_give_the_same_bits_as_their_micro_batches_one_after_another(
+    name: str, ahead: bool, max_tokens: int
+) -> None:
     model, changes = CASES[name]
     three = Policy(model(), settings(lanes=3, **changes))
-    turn = in_turn(Policy(model(), settings(lanes=3, **changes)))
-    loop = by_backward(Policy(model(), settings(**changes)))
+    one_thread = sequential(Policy(model(), settings(lanes=3, **changes)))
+    loop = plain_loop_over_the_plan_of_lanes(Policy(model(), settings(**changes)))
     for seed in range(3):
         batch = rows(seed)
         if ahead:
             three.begin_head_start(lambda batch=batch: batch, max_tokens)
-        results = [p.update(batch, cross_entropy, token_mean(batch), max_tokens) for p in (three, turn, loop)]
+        results = [
+            p.update(batch, cross_entropy, token_mean(batch), max_tokens) for p in (three, one_thread, loop)
+        ]
         assert results[0].micro_batches % 3 == 0
         assert len({(r.loss, r.grad_norm, r.row_losses, r.micro_batches) for r in results}) == 1
-    for own, *others in zip(*map(weights_of, (three, turn, loop)), strict=True):
+    for own, *others in zip(*map(weights_of, (three, one_thread, loop)), strict=True):
         assert all(torch.equal(own, other) for other in others)
 
 
-def test_lanes_give_the_gradient_of_the_whole() -> None:
+def test_lanes_give_the_gradient_of_one_micro_batch() -> None:
     batch = rows(0)
     whole, three = Policy(qwen3(), settings()), Policy(qwen3(), settings(lanes=3))
     expected = whole.update(batch, cross_entropy, token_mean(batch))
@@ -84,7 +88,7 @@ def test_lanes_give_the_gradient_of_the_whole() -> None:
     assert found.row_losses == pytest.approx(expected.row_losses, rel=1e-5)
 
 
-def test_lanes_are_threads_and_old_logprobs_equal_the_update() -> None:
+def test_lanes_run_in_parallel_threads_and_old_logprobs_equal_those_of_the_update() -> None:
     batch = rows(1)
     policy = Policy(qwen3(), settings(lanes=3))
     names, barrier = set(), threading.Barrier(3, timeout=20)
@@ -102,7 +106,7 @@ def test_lanes_are_threads_and_old_logprobs_equal_the_update() -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_broken_rows_are_named(where: str) -> None:
+def test_rows_with_a_non_finite_loss_or_gradient_are_named_and_no_weight_is_changed(where: str) -> None:
     batch = rows(2)
     token = int(batch.tokens[5][-1])
     bad = [
@@ -134,17 +138,17 @@ def test_an_error_in_one_lane_stops_the_update() -> None:
     assert policy.update(batch, cross_entropy, token_mean(batch)).step == 0
 
 
-def test_several_updates_and_epochs() -> None:
+def test_lanes_give_the_same_bits_over_several_updates_and_steps() -> None:
     batch, part = rows(4), rows(4).select(range(16))
-    three, turn = Policy(qwen3(), settings(lanes=3)), in_turn(Policy(qwen3(), settings(lanes=3)))
-    for policy in (three, turn):
+    three, one_thread = Policy(qwen3(), settings(lanes=3)), sequential(Policy(qwen3(), settings(lanes=3)))
+    for policy in (three, one_thread):
         for _ in range(2):
             policy.update(batch, cross_entropy, token_mean(batch), ends_step=False)
             policy.update(part, cross_entropy, token_mean(part))
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(three), weights_of(turn), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(three), weights_of(one_thread), strict=True))
 
 
-def test_plan_gives_every_lane_as_much() -> None:
+def test_the_plan_gives_every_lane_about_as_many_tokens() -> None:
     lengths = [int(n) for n in torch.randint(5, 60, (100,), generator=torch.Generator().manual_seed(0))]
     keys = [f"{n:03d}" for n in range(100)]
     for layout in Layout:
@@ -165,13 +169,13 @@ def test_plan_gives_every_lane_as_much() -> None:
     assert [[shuffled[i] for i in group] for group in other] == first
 
 
-def test_too_few_tokens_are_left_together() -> None:
+def test_the_plan_uses_fewer_lanes_for_few_tokens() -> None:
     assert len(plan_microbatches([10] * 9, list("abcdefghi"), 8192, Layout.PACKED, lanes=3)) == 2
     assert len(plan_microbatches([10] * 6, list("abcdef"), 8192, Layout.PACKED, lanes=3)) == 1
     assert balanced([0, 1, 2], [5, 5, 5], 3) == [[0], [1], [2]]
     assert balanced([0], [5], 3) == [[0]]
 
 
-def test_compiled_students_have_none() -> None:
+def test_lanes_are_refused_for_a_compiled_student() -> None:
     with pytest.raises(PolicyError, match="one rank"):
         Policy(qwen3(), replace(settings(lanes=2), compile=True))

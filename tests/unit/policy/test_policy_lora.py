@@ -1,4 +1,4 @@
-"""Adapters learn, the base stays; engines and exports see one merged model."""
+"""LoRA: adapters are trained and the base is not; engines and exports get a merged model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _peft() -> None:
     pytest.importorskip("peft")
 
 
-def test_only_adapters_learn_and_the_merged_model_is_the_trained_one() -> None:
+def test_only_adapters_are_trained_and_the_merged_model_equals_the_adapted_one() -> None:
     frozen = dict(qwen3().named_parameters())
     policy = Policy(qwen3(), settings(lora=LORA))
     first = step(policy, 0)
@@ -45,7 +45,7 @@ def test_only_adapters_learn_and_the_merged_model_is_the_trained_one() -> None:
     assert torch.allclose(plain.eval()(ids).logits, policy.model.eval()(ids).logits, atol=1e-5)
 
 
-def test_merging_equals_peft() -> None:
+def test_merged_weights_equal_those_of_peft() -> None:
     model = qwen3()
     add_lora(model, LORA)
     generator = torch.Generator().manual_seed(1)
@@ -59,7 +59,7 @@ def test_merging_equals_peft() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_hold_adapters_alone_and_continue_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoints_hold_only_adapters_and_resume_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     straight, first = (Policy(qwen3(dtype=dtype), settings(lora=LORA)) for _ in range(2))
     for seed in range(4):
         step(straight, seed)
@@ -94,7 +94,7 @@ def test_export_merges_the_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_an_exported_adapter_on_its_base_is_the_merged_export(tmp_path: Path, averaged: bool) -> None:
+def test_an_exported_adapter_on_its_base_equals_the_merged_export(tmp_path: Path, averaged: bool) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
     from test_policy_export import save_base
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -130,7 +130,7 @@ def test_an_exported_adapter_on_its_base_is_the_merged_export(tmp_path: Path, av
     assert (again / "adapter_config.json").read_bytes() == (out / "adapter_config.json").read_bytes()
 
 
-def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
+def test_exporting_an_adapter_of_a_run_without_adapters_is_refused(tmp_path: Path) -> None:
     from test_policy_export import save_base
 
     from understudy.errors import CheckpointError
@@ -142,7 +142,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_targets_that_do_not_exist_are_named() -> None:
+def test_lora_targets_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(PolicyError, match="do not fit Qwen3ForCausalLM"):
         Policy(qwen3(), settings(lora=LoraSettings(targets=("nonsense",))))
 

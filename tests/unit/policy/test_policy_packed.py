@@ -1,4 +1,4 @@
-"""What packed rows leave out on a CPU changes no state and no gradient."""
+"""The work that packed rows save (shared prefixes, positions without loss) changes no loss and no gradient."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from understudy.types.jagged import Jagged
 MODELS = {"qwen3": qwen3, "llama": llama}
 
 
-def related_rows(beginning: int) -> Batch:
-    """Four groups of three answers to one question each; all questions share their first `beginning` tokens."""
+def related_rows(prefix: int) -> Batch:
+    """Four questions with three answers each. All questions share their first `prefix` tokens."""
     generator = torch.Generator().manual_seed(9)
 
     def draw(count: int) -> torch.Tensor:
         return torch.randint(0, VOCAB, (count,), generator=generator)
 
-    common, rows, masks = draw(beginning), [], []
+    common, rows, masks = draw(prefix), [], []
     for group in range(4):
-        question = torch.cat([common, draw(3 + group)]) if beginning else draw(12)
+        question = torch.cat([common, draw(3 + group)]) if prefix else draw(12)
         for answer in range(3):
             written = draw(2 + answer)
             rows.append(torch.cat([question, written]))
             masks.append(torch.arange(len(rows[-1])) >= len(question))
-        if not beginning:  # nothing in common at all
+        if not prefix:  # rows without a shared prefix
             rows, masks = rows[: group + 1], masks[: group + 1]
     logprobs = [torch.where(mask, -1.0, float("nan")) for mask in masks]
     return Batch(
@@ -45,8 +45,8 @@ def related_rows(beginning: int) -> Batch:
     )
 
 
-class Watched:
-    """A model that counts the positions its embedding and its last feed-forward part see."""
+class CountingModel:
+    """A model that counts the positions that its embedding and its last feed-forward layer process."""
 
     def __init__(self, name: str) -> None:
         self.model: Any = MODELS[name]()
@@ -63,7 +63,7 @@ class Watched:
         self.fed += states.shape[:-1].numel()
 
 
-def trained(model: Any, batch: Batch) -> list[torch.Tensor]:
+def packed_loss_and_gradients(model: Any, batch: Batch) -> list[torch.Tensor]:
     """Loss and gradients of all rows in one packed pass."""
     micro = Assembler(batch, token_mean(batch)).hold().cut(list(range(len(batch))), Layout.PACKED)
     with attention_for(model, Layout.PACKED):
@@ -72,7 +72,7 @@ def trained(model: Any, batch: Batch) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def expected(name: str, batch: Batch) -> list[torch.Tensor]:
+def plain_loss_and_gradients(name: str, batch: Batch) -> list[torch.Tensor]:
     model = MODELS[name]()
     switch_off_dropout(model)
     loss = plain_loss(model.train(), batch)
@@ -80,37 +80,47 @@ def expected(name: str, batch: Batch) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("beginning", [0, 4, 11])
+@pytest.mark.parametrize("prefix", [0, 4, 11])
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_that_begin_alike_are_trained_as_if_each_were_alone(name: str, beginning: int) -> None:
-    batch, watched = related_rows(beginning), Watched(name)
-    for mine, theirs in zip(trained(watched.model, batch), expected(name, batch), strict=True):
+def test_rows_with_a_shared_prefix_give_the_loss_and_gradients_of_separate_rows(
+    name: str, prefix: int
+) -> None:
+    batch, counting = related_rows(prefix), CountingModel(name)
+    for mine, theirs in zip(
+        packed_loss_and_gradients(counting.model, batch), plain_loss_and_gradients(name, batch), strict=True
+    ):
         assert torch.allclose(mine, theirs, atol=1e-5)
     rows = [row.tolist()[:-1] for row in batch.tokens]  # a row's last token predicts nothing
-    beginnings = {tuple(row[: t + 1]) for row in rows for t in range(len(row))}
-    assert watched.read == (len(beginnings) if beginning else sum(map(len, rows)))
-    assert watched.fed == int(batch.loss_mask.values.sum())
+    prefixes = {tuple(row[: t + 1]) for row in rows for t in range(len(row))}
+    assert counting.read == (len(prefixes) if prefix else sum(map(len, rows)))
+    assert counting.fed == int(batch.loss_mask.values.sum())
 
 
 @pytest.mark.parametrize("reason", ["hook", "checkpointing", "other class"])
-def test_a_last_layer_that_somebody_waits_for_is_called_whole(reason: str) -> None:
-    batch, watched, seen = related_rows(4), Watched("qwen3"), []
-    last = watched.model.model.layers[-1]
+def test_the_last_layer_runs_on_all_positions_if_it_has_a_hook_checkpointing_or_another_class(
+    reason: str,
+) -> None:
+    batch, counting, seen = related_rows(4), CountingModel("qwen3"), []
+    last = counting.model.model.layers[-1]
     if reason == "hook":
         last.register_forward_hook(lambda module, given, states: seen.append(states))
     elif reason == "checkpointing":
-        watched.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        counting.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         last.__class__ = type("ShardedLayer", (type(last),), {})
-    for mine, theirs in zip(trained(watched.model, batch), expected("qwen3", batch), strict=True):
+    for mine, theirs in zip(
+        packed_loss_and_gradients(counting.model, batch),
+        plain_loss_and_gradients("qwen3", batch),
+        strict=True,
+    ):
         assert torch.allclose(mine, theirs, atol=1e-5)
     assert bool(seen) == (reason == "hook")
-    assert watched.fed > int(batch.loss_mask.values.sum())
+    assert counting.fed > int(batch.loss_mask.values.sum())
 
 
 @pytest.fixture
 def grouping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a GPU whose attention is fastest over rows of one length. How many groups each pass had."""
+    """Simulates a GPU whose attention is fastest on rows of equal length; records the number of groups of each pass."""
     seen: list[int] = []
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
@@ -127,29 +137,35 @@ def grouping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("worth", [2.0, 1.0])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_filled_up_to_one_length_are_trained_as_if_each_were_alone(
+def test_rows_padded_to_equal_lengths_give_the_loss_and_gradients_of_separate_rows(
     name: str, checkpointing: bool, worth: float, grouping: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", worth)
-    batch, watched = related_rows(4), Watched(name)
+    batch, counting = related_rows(4), CountingModel(name)
     if checkpointing:
-        watched.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for mine, theirs in zip(trained(watched.model, batch), expected(name, batch), strict=True):
+        counting.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for mine, theirs in zip(
+        packed_loss_and_gradients(counting.model, batch), plain_loss_and_gradients(name, batch), strict=True
+    ):
         assert torch.allclose(mine, theirs, atol=1e-5)
     assert len(grouping) == (4 if checkpointing else 2)
     assert min(grouping) > 1 if worth > 1 else max(grouping) == 0
     wanted = sum(len(row) - 1 for row in batch.tokens)
-    assert watched.read > wanted if worth > 1 else watched.read < wanted  # filling; or beginnings read once
+    assert (
+        counting.read > wanted if worth > 1 else counting.read < wanted
+    )  # padding is read too; or shared prefixes are read once
 
 
-def test_a_windowed_layer_among_filled_rows_sees_its_row(grouping: list[int]) -> None:
+def test_a_sliding_window_layer_gives_the_plain_loss_on_rows_padded_to_equal_lengths(
+    grouping: list[int],
+) -> None:
     batch = related_rows(6)
-    found = trained(windowed(), batch)[0]
+    found = packed_loss_and_gradients(windowed(), batch)[0]
     assert found.item() == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
-    assert len(grouping) == 1  # the other layer
+    assert len(grouping) == 1  # the layer without a window
 
 
-def test_a_windowed_layer_sees_the_row_and_not_the_tree() -> None:
+def test_a_sliding_window_layer_gives_the_plain_loss_on_rows_with_a_shared_prefix() -> None:
     batch = related_rows(6)
-    found = trained(windowed(), batch)[0]
+    found = packed_loss_and_gradients(windowed(), batch)[0]
     assert found.item() == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)

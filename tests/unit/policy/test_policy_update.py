@@ -1,4 +1,4 @@
-"""One step is the same step however the batch is split, ordered or laid out, and a bad one leaves no trace."""
+"""An update is the same however the batch is split, ordered or laid out, and a failed one changes nothing."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_split_and_layout_do_not_change_loss_or_gradient(max_tokens: int, layout
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_row_order_changes_nothing_at_all() -> None:
-    """Composed by length and key, so a shuffled batch gives the same bits."""
+def test_the_order_of_rows_does_not_change_a_bit() -> None:
+    """Micro-batches are composed by length and key, so a shuffled batch gives the same bits."""
     batch = varied_batch(seed=4)
     shuffled = batch.select([7, 2, 11, 0, 5, 12, 1, 9, 3, 10, 4, 8, 6])
     one, other = Policy(qwen3(), settings()), Policy(qwen3(), settings())
@@ -92,7 +92,7 @@ def test_update_equals_plain_adamw() -> None:
         assert torch.allclose(mine, theirs, atol=2e-5)
 
 
-def test_result_reports_what_happened() -> None:
+def test_the_update_result_reports_steps_learning_rates_losses_and_token_counts() -> None:
     batch = varied_batch()
     schedule = Schedule(ScheduleKind.LINEAR, peak=1e-2, total_steps=4)
     policy = Policy(qwen3(), settings(schedule=schedule))
@@ -113,7 +113,7 @@ def test_result_reports_what_happened() -> None:
     assert first.row_losses[3] == pytest.approx(alone.row_losses[0], abs=1e-4)
 
 
-def test_rows_without_loss_change_nothing() -> None:
+def test_a_row_without_loss_tokens_does_not_change_the_loss() -> None:
     batch = batch_of([[0, 1, 1], [0, 0, 1, 1], [0, 0]])
     whole, part = Policy(qwen3(), settings()), Policy(qwen3(), settings())
     one = whole.update(batch, cross_entropy, token_mean(batch))
@@ -136,7 +136,7 @@ def test_logprobs_equal_a_plain_forward() -> None:
             assert torch.allclose(values, logprobs_TV[places - 1, ids[places]], atol=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_number() -> None:
+def test_gradient_checkpointing_does_not_change_loss_or_gradient() -> None:
     batch = varied_batch()
     expected, kept = gradients(Policy(qwen3(), settings()), batch, 64)
     loss, found = gradients(
@@ -149,8 +149,10 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", list(Layout))
-def test_compiled_layers_change_no_number(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced, differentiated and run as a graph; generating code for it takes minutes on a CPU and is left to the GPU."""
+def test_compiled_layers_do_not_change_loss_or_gradient_norm(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers are traced, differentiated and run as a graph. Generating code takes minutes on a CPU: GPU tests do it."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
     batch, found = varied_batch(rows=20), []
     for compile_layers in (False, True):
@@ -163,7 +165,7 @@ def test_compiled_layers_change_no_number(layout: Layout, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_touches_nothing_and_names_the_rows(where: str) -> None:
+def test_a_non_finite_step_leaves_the_state_unchanged_and_names_the_rows(where: str) -> None:
     batch = varied_batch()
     bad_token = int(batch.tokens[5][batch.loss_mask[5]][0])
     culprits = {
@@ -204,8 +206,8 @@ def test_an_objective_that_raises_leaves_no_gradient_behind() -> None:
     )
 
 
-def test_a_step_that_reaches_only_the_embeddings_is_refused() -> None:
-    """A norm with code that knows no gradient (a kernel made for generating) cuts off everything below it."""
+def test_an_update_whose_gradient_reaches_only_the_embeddings_is_refused() -> None:
+    """A norm without a backward pass (an inference kernel) cuts the gradient off from every layer below it."""
     policy = Policy(qwen3(), settings())
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     norm = policy.model.model.norm
@@ -219,7 +221,7 @@ def test_a_step_that_reaches_only_the_embeddings_is_refused() -> None:
     policy.update(batch, cross_entropy, token_mean(batch))
 
 
-def test_bad_batches_say_what_is_wrong() -> None:
+def test_batches_without_loss_with_too_long_rows_or_unknown_ids_are_refused() -> None:
     policy = Policy(qwen3(), settings())
     empty = batch_of([[0, 0], [0, 0, 0]])
     with pytest.raises(PolicyError, match="none of the 2 rows"):
@@ -251,7 +253,7 @@ def test_low_precision_weights_have_float32_masters() -> None:
     assert torch.equal(big, start["model.norm.weight"])
 
 
-def test_low_precision_gradients_add_up_in_float32() -> None:
+def test_low_precision_gradients_are_accumulated_in_float32() -> None:
     """Many micro-batches of bfloat16 gradients must give the sum that one float32 accumulator gives."""
     batch = varied_batch(rows=40)
     reference_loss, reference = gradients(Policy(qwen3(), settings()), batch, 10_000)
@@ -264,20 +266,20 @@ def test_low_precision_gradients_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_offloaded_optimizer_makes_the_same_steps(dtype: torch.dtype) -> None:
-    """Masters on the host, a restart in the middle: the same weights to the bit."""
+    """With masters on the host and a restart in the middle the weights are the same to the bit."""
     plain = Policy(qwen3(dtype=dtype), settings())
-    away = [
+    offloaded = [
         Policy(qwen3(dtype=dtype), settings(adamw=AdamWSettings(weight_decay=0.1, offload=True)))
         for _ in range(2)
     ]
     for seed in range(3):
         batch = varied_batch(seed=seed)
         plain.update(batch, cross_entropy, token_mean(batch), 64)
-        current = away[0] if seed < 2 else away[1]
+        current = offloaded[0] if seed < 2 else offloaded[1]
         current.update(batch, cross_entropy, token_mean(batch), 64)
         if seed == 1:
-            away[1].load_state(away[0].state().detached())
-    for mine, theirs in zip(plain.model.parameters(), away[1].model.parameters(), strict=True):
+            offloaded[1].load_state(offloaded[0].state().detached())
+    for mine, theirs in zip(plain.model.parameters(), offloaded[1].model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -291,7 +293,7 @@ def test_a_state_of_another_model_is_refused() -> None:
         policy.load_state(half)
 
 
-def test_weights_may_be_given_row_by_row() -> None:
+def test_loss_weights_may_be_given_as_one_tensor_per_row() -> None:
     batch = varied_batch()
     whole: Jagged = token_mean(batch)
     one = Policy(qwen3(), settings()).update(batch, cross_entropy, whole)

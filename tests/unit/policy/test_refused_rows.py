@@ -1,4 +1,4 @@
-"""Refused rows on disk: every column, the weights and the heads come back as they were."""
+"""Refused rows are saved with every column, their weights and the teachers' heads."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def per_token(*lengths: int, kind: torch.dtype = torch.float32, wide: int = 0) -
     return Jagged.from_rows([torch.randn(length, *shape).to(kind) for length in lengths])
 
 
-def test_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_loading_saved_refused_rows_restores_all_columns_weights_and_teacher_heads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     rows = Batch(
         keys=("a_0_0", "b_0_0"),
@@ -36,8 +36,8 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
     refused = RefusedRows(rows, per_token(3, 2), "loss nan", 5, per_token(3, 2), {"math": head})
     path = tmp_path / "rows.safetensors"
     refused.save(path, {"role": "student"})
-    found, about = RefusedRows.load(path)
-    assert about == {"role": "student"} and found.reason == "loss nan" and found.step == 5
+    found, metadata = RefusedRows.load(path)
+    assert metadata == {"role": "student"} and found.reason == "loss nan" and found.step == 5
     assert found.rows.keys == rows.keys and found.rows.teachers == rows.teachers
     assert found.rows.origins == rows.origins
     assert found.rows.rewards[0] == 1.0 and found.rows.rewards[1] != found.rows.rewards[1]
@@ -59,7 +59,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
     assert torch.equal(again.weight_VH, head.weight_VH) and (again.softcap, again.temperature) == (30.0, 2.0)
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_loading_a_file_that_holds_no_refused_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.safetensors"
     path.write_text("no rows")
     with pytest.raises(DataError, match="holds no refused rows"):

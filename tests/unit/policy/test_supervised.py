@@ -1,4 +1,4 @@
-"""Supervised training: what is learned, what is not, and how it ends."""
+"""Supervised training: its labels, its steps, its learning rate and its end."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def examples() -> Encoded:
     return pad_rows(rows, PAD)
 
 
-def test_labels_stand_one_before_their_token_and_only_where_it_is_trained() -> None:
+def test_labels_are_shifted_by_one_and_set_only_for_trained_tokens() -> None:
     encoded = pad_rows([([1, 5, 6, 2], [False, False, True, True]), ([1, 7], [False, True])], PAD)
     assert encoded.tokens_BT.tolist() == [[1, 5, 6, 2], [1, 7, PAD, PAD]]
     assert encoded.labels_BT.tolist() == [[IGNORED, 6, 2, IGNORED], [7, IGNORED, IGNORED, IGNORED]]
@@ -42,8 +42,11 @@ def test_labels_stand_one_before_their_token_and_only_where_it_is_trained() -> N
 
 @pytest.mark.parametrize("stops_there", [True, False])
 @pytest.mark.parametrize("family", [*FAMILIES, *ENDS])
-def test_a_chat_ends_as_the_template_writes_it_where_generation_stops(family: str, stops_there: bool) -> None:
-    """Qwen's base models have another eos than their template writes, as Gemma 3 has; its instruct models stop at both."""
+def test_a_trained_answer_ends_with_the_templates_end_token_if_generation_stops_at_it(
+    family: str, stops_there: bool
+) -> None:
+    """The eos of Qwen's base models and of Gemma 3 is not the token that their template writes at the end of a turn.
+    Qwen's instruct models stop at both."""
     tokenizer, model = chat_tokenizer(family), tiny()
     eos, written = tokenizer.eos_token_id, turn_end(tokenizer)
     model.generation_config = GenerationConfig(eos_token_id=[eos, written] if stops_there else eos)
@@ -52,10 +55,10 @@ def test_a_chat_ends_as_the_template_writes_it_where_generation_stops(family: st
     labels_BT = encode_chats(tokenizer, [([{"role": "user", "content": "2+2?"}], "4")], end).labels_BT
     trained = labels_BT[labels_BT != IGNORED].tolist()
     assert trained == [*tokenizer.encode("4", add_special_tokens=False), expected]
-    assert answer_end(tokenizer, stop_ids(model, tokenizer)) == eos, "plain text ends with eos"
+    assert answer_end(tokenizer, stop_ids(model, tokenizer)) == eos, "plain text does not end with eos"
 
 
-def test_the_loss_is_the_mean_over_trained_tokens_and_falls() -> None:
+def test_training_teaches_the_model_its_examples() -> None:
     model, encoded = tiny(), examples()
     with torch.no_grad():
         logprobs = model(input_ids=encoded.tokens_BT).logits.log_softmax(-1)
@@ -70,18 +73,20 @@ def test_the_loss_is_the_mean_over_trained_tokens_and_falls() -> None:
     assert before > 2.0 and predicted[:, 1].tolist() == encoded.tokens_BT[:, 2].tolist()
 
 
-def test_it_ends_early_when_told_to() -> None:
+def test_training_ends_when_the_callback_returns_false() -> None:
     seen: list[int] = []
 
-    def goes_on(step: int) -> bool:
+    def continue_training(step: int) -> bool:
         seen.append(step)
         return step < 3
 
-    assert train(tiny(), {"all": examples()}, SupervisedSchedule(50, {"all": 4}, seed=1), goes_on) == 3
+    assert (
+        train(tiny(), {"all": examples()}, SupervisedSchedule(50, {"all": 4}, seed=1), continue_training) == 3
+    )
     assert seen == [1, 2, 3]
 
 
-def test_a_step_in_pieces_is_the_same_step() -> None:
+def test_a_step_over_several_micro_batches_gives_the_weights_of_one_micro_batch() -> None:
     whole, pieces = tiny(), tiny()
     schedule = SupervisedSchedule(3, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=1)
     train(whole, {"all": examples()}, schedule)
@@ -90,7 +95,7 @@ def test_a_step_in_pieces_is_the_same_step() -> None:
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_rates() -> None:
+def test_the_learning_rate_warms_up_and_then_decays_or_stays_constant() -> None:
     falling = SupervisedSchedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10)
     flat = SupervisedSchedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10, decay="none")
     assert falling.rate(0) == 0.1 and falling.rate(99) < 0.011 and falling.rate(50) == 0.5

@@ -1,4 +1,4 @@
-"""Shell scripts are read, not run: variables, arrays, arithmetic, quotes; what only a shell knows is named."""
+"""Shell scripts are read, not run: variables, arrays, arithmetic, quotes. What only a shell can know is reported."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from understudy.porting.shell import read_script
         ("f() {\n  local A=3\n  run a=$A \"$@\"\n}\nf", ["run", "a=3"]),
     ],
 )  # fmt: skip
-def test_words(text: str, words: list[str]) -> None:
+def test_the_words_of_a_command_are_expanded_as_a_shell_does(text: str, words: list[str]) -> None:
     script = read_script(text, {"HOME": "/home/me"})
     assert next(one.words for one in script.commands if one.words[0] in ("run", "python")) == words
     assert script.unresolved == []
@@ -59,7 +59,7 @@ def test_words(text: str, words: list[str]) -> None:
         ("cd there || exit 1\nX=1\nrun $X || X=2\nrun $X", ["run", "1"]),
     ],
 )  # fmt: skip
-def test_only_the_branch_that_runs_is_read(text: str, words: list[str]) -> None:
+def test_only_the_branch_that_would_run_is_read(text: str, words: list[str]) -> None:
     script = read_script(text, {})
     ran = [one for one in script.commands if one.words[0] == "run"]
     assert {tuple(one.words) for one in ran} == {tuple(words)} and ran[0].undecided == []
@@ -76,14 +76,14 @@ def test_only_the_branch_that_runs_is_read(text: str, words: list[str]) -> None:
         ("X=1\nif [ -d /data ]; then X=2; fi\nX=3\nrun a=$X", ["run", "a=3"], []),
     ],
 )
-def test_what_hangs_on_a_condition_of_the_machine_is_named(
+def test_variables_that_depend_on_a_condition_of_the_machine_are_reported_as_undecided(
     text: str, words: list[str], names: list[str]
 ) -> None:
     command = next(one for one in read_script(text, {}).commands if one.words[0] == "run")
     assert command.words == words and command.undecided == names
 
 
-def test_the_folder_of_the_script_is_known_and_sourced_files_are_named(tmp_path: Path) -> None:
+def test_the_folder_of_the_script_is_resolved_and_sourced_files_are_listed(tmp_path: Path) -> None:
     text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nsource "$HERE/env.sh"\nrun a=$HERE'
     script = read_script(text, {}, tmp_path / "bin" / "run.sh")
     assert [one.words for one in script.commands] == [["run", f"a={tmp_path}"]]
@@ -100,7 +100,9 @@ def test_the_folder_of_the_script_is_known_and_sourced_files_are_named(tmp_path:
         ("run a=`hostname`", "a=`hostname`", "`hostname`"),
     ],
 )
-def test_what_only_a_shell_knows_stays_and_is_named(text: str, word: str, named: str) -> None:
+def test_expressions_that_only_a_shell_can_evaluate_are_kept_and_reported(
+    text: str, word: str, named: str
+) -> None:
     script = read_script(text, {})
     assert [one.words for one in script.commands] == [["run", word]] and script.unresolved == [named]
 
@@ -117,7 +119,7 @@ def test_what_only_a_shell_knows_stays_and_is_named(text: str, word: str, named:
         ("run $", [["run", "$"]], []),
     ],
 )
-def test_a_script_that_ends_in_the_middle_is_read_up_to_there(
+def test_an_incomplete_script_is_read_as_far_as_it_goes(
     text: str, commands: list[list[str]], unresolved: list[str]
 ) -> None:
     script = read_script(text, {})

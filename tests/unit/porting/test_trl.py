@@ -1,4 +1,4 @@
-"""Recipes from TRL's DistillationConfig and GKDConfig, in every form they are written."""
+"""Recipes from TRL's DistillationConfig, GKDConfig and GOLDConfig, in every form in which users write them."""
 
 import json
 import tomllib
@@ -29,7 +29,7 @@ def draft_of(program: str, **keys: Any) -> Draft:
 
 
 def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
-    """The recipe's dotted keys; its objective is one that exists."""
+    """The recipe's dotted keys, after a check that its objective exists."""
     draft = draft_of(program, **keys)
     tables = tomllib.loads(draft.toml())
     describe(parse_recipe(tables).loss)
@@ -71,19 +71,21 @@ def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
         ("train.py", {"seq_kd": False}, {"loss.kind": "jsd", "trainer.learning_rate": 2e-5}),
     ],
 )  # fmt: skip
-def test_values_and_defaults(program: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_trl_settings_and_defaults_become_recipe_keys(
+    program: str, keys: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     found = recipe_of(program, **keys)
     assert {key: found.get(key) for key in wanted} == wanted
 
 
-def test_a_chat_that_ends_with_its_answer_is_told_as_it_is_read() -> None:
+def test_a_note_explains_how_a_chat_that_ends_with_its_answer_is_read() -> None:
     notes = draft_of("GKDConfig").notes
     assert any("answers what comes before it" in one for one in notes) and not any(
         "refused" in one for one in notes
     )
 
 
-def test_lora_with_its_own_defaults_is_still_lora() -> None:
+def test_use_peft_alone_gives_lora_with_the_default_rank() -> None:
     assert recipe_of("DistillationConfig", use_peft=True)["student.lora.rank"] == 16
 
 
@@ -104,7 +106,9 @@ def test_lora_with_its_own_defaults_is_still_lora() -> None:
         ("brand_new_key", 3, Verdict.UNSUPPORTED, "not known"),
     ],
 )
-def test_what_has_no_counterpart_says_why(key: str, value: Any, wanted: Verdict, text: str) -> None:
+def test_each_key_gets_a_verdict_with_an_explanation(
+    key: str, value: Any, wanted: Verdict, text: str
+) -> None:
     draft = draft_of("GKDConfig", **{key: value})
     assert draft.entries[key].verdict is wanted and text in draft.entries[key].text
     assert draft.problems() == []
@@ -117,7 +121,7 @@ trainer = GKDTrainer(model="org/s", teacher_model="org/t", args=args, train_data
 """
 
 
-def test_every_form_is_read(tmp_path: Path) -> None:
+def test_every_form_of_a_trl_configuration_gives_the_same_keys(tmp_path: Path) -> None:
     keys = {"beta": 0.2, "learning_rate": 3e-5, "lmbda": 1.0}
     (tmp_path / "train.py").write_text(PYTHON)
     (tmp_path / "a.json").write_text(json.dumps(keys))
@@ -158,7 +162,7 @@ GOLDTrainer(model, teacher, args=args, train_dataset=rows, processing_class=toke
 """
 
 
-def test_names_of_a_python_file_are_followed(tmp_path: Path) -> None:
+def test_variables_in_a_python_file_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(NAMES)
     source = read_trl([str(tmp_path / "a.py")])
     wanted = {
@@ -189,7 +193,7 @@ def test_names_of_a_python_file_are_followed(tmp_path: Path) -> None:
         ("a)\na = b\nb = a\nprint(a", {}),
     ],
 )  # fmt: skip
-def test_the_rows_of_a_python_file(rows: str, wanted: dict[str, Any]) -> None:
+def test_dataset_keys_are_read_from_load_dataset_in_a_python_file(rows: str, wanted: dict[str, Any]) -> None:
     source = read_trl([f"GKDTrainer(model='a', train_dataset={rows})"])
     assert {key: value for key, value in source.keys.items() if key.startswith("dataset")} == wanted
     assert wanted or any("set data.train yourself" in note for note in source.notes)
@@ -208,7 +212,7 @@ def test_the_rows_of_a_python_file(rows: str, wanted: dict[str, Any]) -> None:
         (["python", "gkd.py"], None),
     ],
 )
-def test_processes_of_every_launcher(
+def test_the_number_of_processes_is_read_from_every_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], processes: int | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -233,12 +237,12 @@ def test_processes_of_every_launcher(
     assert all(entry.verdict is Verdict.NOT_NEEDED for entry in launcher)
 
 
-def test_a_file_of_the_launcher_that_is_not_there_is_named() -> None:
+def test_a_missing_file_of_the_launcher_is_named_in_a_note() -> None:
     notes = read_trl(["accelerate", "launch", "--config_file", "none.yaml", "gkd.py", "--beta", "0.1"]).notes
     assert any("none.yaml was not found" in note for note in notes)
 
 
-def test_the_command_of_a_script_that_trains(tmp_path: Path) -> None:
+def test_the_training_command_of_a_script_is_read(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("beta: 0.25\n")
     (tmp_path / "a.sh").write_text(
         "pip install trl --upgrade --quiet\n"
@@ -262,17 +266,17 @@ def test_the_command_of_a_script_that_trains(tmp_path: Path) -> None:
         ("IWOPDConfig", "distillation_objective"),
     ],
 )
-def test_trainers_that_are_not_translated(program: str, match: str) -> None:
+def test_trl_trainers_without_a_translation_are_refused_with_a_hint(program: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         draft_of(program)
 
 
-def test_a_trainer_that_is_not_named_is_guessed_and_said() -> None:
+def test_a_trainer_that_is_not_named_is_guessed_from_its_keys_with_a_note() -> None:
     assert any("TRL's GOLDConfig" in note for note in draft_of("train.py", use_uld_loss=True).notes)
     assert any("TRL's DistillationConfig" in note for note in draft_of("").notes)
 
 
-def test_configurations_of_something_else(tmp_path: Path) -> None:
+def test_configurations_of_other_programs_are_refused(tmp_path: Path) -> None:
     keys = {"actor_rollout_ref.model.path": "m", "data.train_files": "f", "trainer.nnodes": 1}
     with pytest.raises(ConfigError, match="import-verl"):
         from_trl(Source(keys=keys))
@@ -288,7 +292,7 @@ def test_configurations_of_something_else(tmp_path: Path) -> None:
             read_trl([str(tmp_path / name)])
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_trl_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.toml"
     arguments = [
         "--model_name_or_path",
@@ -305,7 +309,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "carried over" in capsys.readouterr().out
 
 
-def test_without_data_the_recipe_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_trl_reports_missing_data_and_a_missing_student(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-trl", "GKDConfig(beta=0.5)"]) == 2
     output = capsys.readouterr().err
     assert "data.train" in output and "student.model" in output
@@ -314,12 +318,12 @@ def test_without_data_the_recipe_says_what_is_missing(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "arguments", [["missing.py"], ["nothing"], ["print(1)"], ["GKDConfig("], ["python gkd.py now"]]
 )
-def test_sources_that_are_none(arguments: list[str]) -> None:
+def test_arguments_that_are_no_trl_source_are_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML|Python"):
         read_trl(arguments)
 
 
-def test_a_colocated_engine_shares_the_gpus_that_train() -> None:
+def test_a_colocated_engine_shares_the_training_gpus() -> None:
     found = recipe_of("DistillationConfig", use_vllm=True, num_processes=4, vllm_tensor_parallel_size=2)
     assert found["rollout.devices"] == ["0,1", "2,3"] and found["rollout.replicas"] == 2
     server = draft_of("DistillationConfig", use_vllm=True, vllm_mode="server", vllm_server_host="h")

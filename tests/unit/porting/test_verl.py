@@ -107,11 +107,13 @@ def verdict(draft: Draft, key: str) -> Verdict:
     return draft.entries[key].verdict
 
 
-def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_verl_translates_a_script_with_two_teachers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, recipe = tmp_path / "run.sh", tmp_path / "recipe.toml"
     script.write_text(SCRIPT)
     assert main(["import-verl", str(script), "-o", str(recipe)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     found = flatten(tomllib.loads(recipe.read_text()))
     assert examine(tomllib.loads(recipe.read_text()))[1] == []
     wanted = {
@@ -149,7 +151,7 @@ def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert {key: found.get(key) for key in wanted} == wanted
     assert "--gpu-memory-utilization=0.4" in found["rollout.engine_args"]
-    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in told
+    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in output
     assert "learning_rate = 2e-06  # actor_rollout_ref.actor.optim.lr" in recipe.read_text()
 
 
@@ -209,12 +211,12 @@ def test_every_given_key_gets_exactly_one_verdict(tmp_path: Path) -> None:
         ({"data.apply_chat_template_kwargs.enable_thinking": False}, {"rollout.template_options.enable_thinking": False}),
     ],
 )  # fmt: skip
-def test_values_and_defaults(more: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_verl_settings_and_defaults_become_recipe_keys(more: dict[str, Any], wanted: dict[str, Any]) -> None:
     found = recipe_of(ONE_TEACHER | more)
     assert {key: found.get(key) for key in wanted} == wanted
 
 
-def test_task_rewards_are_on_unless_turned_off() -> None:
+def test_task_rewards_are_used_unless_the_configuration_turns_them_off() -> None:
     keys = {key: value for key, value in ONE_TEACHER.items() if key != f"{LOSS}.use_task_rewards"}
     keys |= {"data.train_files": "gsm8k/train.parquet", "algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8}
     draft = draft_of(keys)
@@ -226,9 +228,7 @@ def test_task_rewards_are_on_unless_turned_off() -> None:
     assert draft.problems() == []
 
 
-def test_without_a_known_reward_the_recipe_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_verl_reports_a_missing_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "actor_rollout_ref.model.path=org/s",
         "data.train_files=rows.parquet",
@@ -250,22 +250,22 @@ def test_without_a_known_reward_the_recipe_says_what_is_missing(
         )
         == 2
     )
-    said = capsys.readouterr()
-    assert "needs data.reward" in said.err and "name yours in data.reward" in said.out
+    output = capsys.readouterr()
+    assert "needs data.reward" in output.err and "name yours in data.reward" in output.out
     assert tomllib.loads((tmp_path / "r.toml").read_text())["loss"] == {
         "distill_coef": 0.0, "task_coef": 1.0, "clip_high": 0.2, "dual_clip": 3.0,
     }  # fmt: skip
 
 
-def test_gae_brings_a_critic() -> None:
+def test_the_gae_advantage_gives_a_critic_section() -> None:
     keys = ONE_TEACHER | {f"{LOSS}.use_task_rewards": True, "reward.custom_reward_function.path": "r.py"}
     found = recipe_of(keys | {"critic.optim.lr": 3e-6, "trainer.critic_warmup": 2})
     assert found["loss.advantage"] == "gae" and found["critic.weight_decay"] == 0.01
     assert found["critic.learning_rate"] == 3e-6 and found["critic.only_steps"] == 2
 
 
-def test_the_entry_that_verl_drops_is_dropped() -> None:
-    """verl's file has one entry `teacher_model`, which goes as soon as there is another."""
+def test_the_default_teacher_entry_is_dropped_when_another_teacher_is_named() -> None:
+    """verl's file has one entry `teacher_model`, which verl drops as soon as there is another."""
     draft = draft_of(
         ONE_TEACHER
         | {"distillation.teacher_models.b.model_path": "org/b", "distillation.teacher_models.b.key": "b"}
@@ -274,7 +274,7 @@ def test_the_entry_that_verl_drops_is_dropped() -> None:
     assert verdict(draft, f"{TEACHER}.model_path") is Verdict.NOT_NEEDED
 
 
-def test_names_of_earlier_versions() -> None:
+def test_keys_of_earlier_verl_versions_are_translated() -> None:
     keys = {key: value for key, value in ONE_TEACHER.items() if not key.startswith("distillation.")}
     old = "distillation.teacher_model"
     keys |= {
@@ -293,7 +293,7 @@ def test_names_of_earlier_versions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fully_async", "v1"])
-def test_fully_async(kind: str) -> None:
+def test_settings_of_both_fully_async_trainers_of_verl_are_translated(kind: str) -> None:
     more: dict[str, Any] = {
         "data.train_batch_size": 0,
         f"{ACTOR}.ppo_mini_batch_size": 32,
@@ -324,7 +324,7 @@ def test_fully_async(kind: str) -> None:
         2.0 if kind == "v1" else 0.5
     )
     assert found["rollout.replicas"] == 2 and found["trainer.steps"] == (600 if kind == "v1" else 200)
-    # verl takes an optimizer step for each of the mini-batches that an update fetches.
+    # verl takes an optimizer step for each mini-batch that an update fetches.
     assert found.get("trainer.mini_batch_size") == (None if kind == "v1" else 32)
     assert "trainer.passes" not in found
 
@@ -332,10 +332,10 @@ def test_fully_async(kind: str) -> None:
 @pytest.mark.parametrize(
     ("warm", "threshold", "behind"), [(None, None, None), (None, 8, None), (3, 8, 3.0), (3, 2, None), (0, 8, 0.0), (4, 4, 3.0)]
 )  # fmt: skip
-def test_staleness_of_the_schedules_of_v1(
+def test_max_staleness_follows_from_the_warm_up_batches_and_the_off_policy_threshold_of_v1(
     warm: int | None, threshold: int | None, behind: float | None
 ) -> None:
-    """num_warmup_batches + 1 batches are in flight; what spans more than max_off_policy_threshold versions is dropped."""
+    """num_warmup_batches + 1 batches are in flight. Rows of more than max_off_policy_threshold versions are dropped."""
     keys: dict[str, Any] = {
         "trainer.v1.trainer_mode": "separate_async",
         f"{ROLLOUT}.n_gpus_per_node": 2,
@@ -355,7 +355,7 @@ def test_staleness_of_the_schedules_of_v1(
         ({"trainer.scheduler": "two_step_off", "data.train_batch_size": 512}, "main_gkd", {"trainer.max_staleness": 2.0, "trainer.batch_size": 512, "trainer.mini_batch_size": None}),
     ],
 )  # fmt: skip
-def test_pipelines_of_one_and_two_steps_have_engines_of_their_own(
+def test_one_and_two_step_off_policy_pipelines_become_fully_async_runs_with_own_engines(
     keys: dict[str, Any], program: str, wanted: dict[str, Any]
 ) -> None:
     gpus = {"rollout.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 1}
@@ -366,7 +366,7 @@ def test_pipelines_of_one_and_two_steps_have_engines_of_their_own(
     assert {key: found.get(key) for key in wanted} == wanted
 
 
-def test_the_colocated_schedule_shares_the_gpus_that_train() -> None:
+def test_the_colocated_async_schedule_puts_engines_on_the_training_gpus() -> None:
     keys = {"trainer.v1.trainer_mode": "colocate_async", "trainer.n_gpus_per_node": 4}
     found = recipe_of(ONE_TEACHER | keys)
     assert found["trainer.mode"] == "fully_async" and found["rollout.devices"] == ["0,1", "2,3"]
@@ -381,7 +381,9 @@ def test_the_colocated_schedule_shares_the_gpus_that_train() -> None:
         ({"name": "kl_rkl", "rkl_ratio": 0.25}, {"loss.kind": "mixture", "loss.mixture_weight": 0.75}),
     ],
 )
-def test_the_recipe_gkd_distils(loss: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_the_distill_loss_of_verls_gkd_recipe_is_translated(
+    loss: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     keys = {
         "actor_rollout_ref.model.path": "org/s",
         "data.train_files": "rows.parquet",
@@ -407,8 +409,10 @@ def test_the_recipe_gkd_distils(loss: dict[str, Any], wanted: dict[str, Any]) ->
         ({"trainer.test_freq": 5, "trainer.v1.trainer_mode": "colocate_async"}, 1),
     ],
 )  # fmt: skip
-def test_asynchronous_trainers_evaluate_and_save_by_publishes(keys: dict[str, Any], updates: int) -> None:
-    """`rollout.test_freq`: publishes between evaluations; newer releases read `trainer.test_freq` for it."""
+def test_intervals_that_async_trainers_count_in_publishes_are_converted_to_steps(
+    keys: dict[str, Any], updates: int
+) -> None:
+    """`rollout.test_freq` counts publishes between evaluations; newer releases read `trainer.test_freq` instead."""
     more = {"data.val_files": "v.parquet", "trainer.save_freq": 10, "trainer.total_training_steps": 60}
     rewarded = {"reward.custom_reward_function.path": "/code/judge.py"}
     draft = draft_of(ONE_TEACHER | rewarded | more | keys)
@@ -421,15 +425,15 @@ def test_asynchronous_trainers_evaluate_and_save_by_publishes(keys: dict[str, An
         assert verdict(draft, "rollout.test_freq") is Verdict.NOT_NEEDED
 
 
-def test_evaluation_without_a_reward_says_what_to_set() -> None:
+def test_evaluation_without_a_reward_is_unsupported_and_says_what_to_set() -> None:
     keys = {"rollout.test_freq": 5, "async_training.trigger_parameter_sync_step": 3}
     draft = draft_of(ONE_TEACHER | keys)
     assert verdict(draft, "rollout.test_freq") is Verdict.UNSUPPORTED
     assert "trainer.eval_every = 15" in draft.entries["rollout.test_freq"].text
 
 
-def test_every_key_of_the_asynchronous_trainer_is_known() -> None:
-    """Those of verl 0.9.1's own file."""
+def test_no_key_of_verls_async_trainer_is_unsupported() -> None:
+    """The keys are those of the file of verl 0.9.1."""
     keys = {
         "staleness_threshold": 0.1,
         "trigger_parameter_sync_step": 4,
@@ -446,7 +450,7 @@ def test_every_key_of_the_asynchronous_trainer_is_known() -> None:
     assert not [entry for entry in draft.entries.values() if entry.verdict is Verdict.UNSUPPORTED]
 
 
-def test_several_machines_are_pools_on_ray() -> None:
+def test_a_configuration_for_several_machines_becomes_pools_on_ray() -> None:
     found = recipe_of(
         ONE_TEACHER | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, "distillation.nnodes": 2}
     )
@@ -489,13 +493,15 @@ def test_several_machines_are_pools_on_ray() -> None:
         ("hydra.run.dir", "out", Verdict.NOT_NEEDED, "hydra"),
     ],
 )  # fmt: skip
-def test_what_has_no_counterpart_says_why(key: str, value: Any, wanted: Verdict, text: str) -> None:
+def test_each_key_gets_a_verdict_with_an_explanation(
+    key: str, value: Any, wanted: Verdict, text: str
+) -> None:
     draft = draft_of(ONE_TEACHER | {key: value})
     assert verdict(draft, key) is wanted and text in draft.entries[key].text
     assert draft.problems() == []
 
 
-def test_settings_of_servers_that_a_run_does_not_start() -> None:
+def test_settings_of_sglang_servers_are_reported_as_not_needed() -> None:
     keys = {
         f"{ROLLOUT}.name": "sglang",
         f"{ROLLOUT}.tensor_model_parallel_size": 4,
@@ -531,12 +537,12 @@ def test_sampled_evaluation_with_settings_of_its_own_is_reported() -> None:
         ({"services.web.image": None, "optim.fused": False}, "", "verl's sections"),
     ],
 )  # fmt: skip
-def test_configurations_of_something_else(keys: dict[str, Any], program: str, text: str) -> None:
+def test_configurations_of_other_programs_are_refused(keys: dict[str, Any], program: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         draft_of(keys, program)
 
 
-def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
+def test_a_yaml_file_with_interpolations_and_overrides_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "defaults: [ppo_trainer]\n"
@@ -557,37 +563,37 @@ def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
     assert from_verl(source).problems() == []
 
 
-def test_a_quoted_command_is_a_source_too() -> None:
+def test_a_command_in_one_quoted_string_is_read() -> None:
     source = read_source(
         ["python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.logger=console"]
     )
     assert source.program == "verl.trainer.main_ppo" and source.keys["trainer.logger"] == "console"
 
 
-def test_what_cannot_be_expanded_is_said() -> None:
+def test_a_variable_that_cannot_be_expanded_is_named_in_a_note() -> None:
     source = read_source(["python3 -m verl data.train_files=$NOWHERE/a.parquet data.val_files=b.parquet"])
     assert "$NOWHERE is set nowhere; replace it in the recipe" in from_verl(source).notes
 
 
 @pytest.mark.parametrize("words", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
-def test_sources_that_are_none(words: list[str]) -> None:
+def test_arguments_that_are_no_source_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML file|nothing to import"):
         read_source(words)
 
 
-def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused(tmp_path: Path) -> None:
     for name, text in (("a.yaml", "[1, 2]"), ("b.yaml", "a: [")):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=r"YAML|table of keys"):
             read_source([str(tmp_path / name)])
 
 
-def test_the_command_does_not_import_torch() -> None:
+def test_import_verl_does_not_import_torch() -> None:
     code = "import sys; from understudy.cli.main import main; main(['import-verl', 'a.b=1', 'c.d=2']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_engines_share_the_gpus_that_train_unless_they_have_their_own() -> None:
+def test_engines_share_the_training_gpus_unless_they_have_their_own() -> None:
     """verl's sync trainer has engines on the trainer's GPUs, its async one does not."""
     keys = ONE_TEACHER | {"trainer.n_gpus_per_node": 4}
     assert recipe_of(keys)["rollout.devices"] == ["0,1", "2,3"]

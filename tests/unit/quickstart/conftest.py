@@ -1,4 +1,4 @@
-"""The scripts in recipes/quickstart are programs, not a package; tests import them as they import each other."""
+"""The scripts in recipes/quickstart are programs, not a package. Tests import them by name, as they import each other."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shipped models: they load with transformers alone, speak one vocabulary, and know what they should."""
+"""The shipped models load with transformers alone, share one vocabulary, and have the intended accuracies."""
 
 import json
 
@@ -13,7 +13,7 @@ from vocabulary import build_tokenizer
 from understudy.assets import QUICKSTART, QUICKSTART_MODELS, quickstart_model
 
 GRADED = 64
-"""Test problems per domain: few enough for seconds, enough to tell 40 % from 98 %."""
+"""Test problems per domain: few enough to take seconds, enough to distinguish 40 % from 98 %."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -49,7 +49,7 @@ def test_an_answered_chat_ends_in_eos(tokenizer: PreTrainedTokenizerBase) -> Non
         tokenizer.apply_chat_template([{"role": "system", "content": "a"}], tokenize=False)
 
 
-def test_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_character_survives_encoding_and_decoding(tokenizer: PreTrainedTokenizerBase) -> None:
     every_character = "0123456789abcdefghijklmnopqrstuvwxyz+="
     ids = tokenizer.encode(every_character)
     assert len(ids) == len(set(ids)) == len(every_character)
@@ -72,7 +72,7 @@ def test_student_and_teachers_share_one_vocabulary(tokenizer: PreTrainedTokenize
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
 
 
-def test_the_script_still_builds_the_shipped_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_script_builds_the_shipped_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     assert build_tokenizer().get_vocab() == tokenizer.get_vocab()
     assert build_tokenizer().chat_template == tokenizer.chat_template
 
@@ -88,7 +88,7 @@ def test_each_teacher_is_expert_in_its_domain_only(
 
 
 @pytest.mark.parametrize("domain", ["add", "sort"])
-def test_the_student_starts_weak_but_writes_answers_of_the_right_kind(
+def test_the_student_is_weak_but_its_answers_have_the_right_kind_of_characters(
     domain: str, models: dict, tokenizer: PreTrainedTokenizerBase, held_out: dict[str, list[Problem]]
 ) -> None:
     problems = held_out[domain]
@@ -98,7 +98,7 @@ def test_the_student_starts_weak_but_writes_answers_of_the_right_kind(
     assert sum(alike) >= 0.9 * len(problems)
 
 
-def test_everything_together_stays_small(models: dict) -> None:
+def test_the_quickstart_assets_take_less_than_10_mb_and_models_are_float32(models: dict) -> None:
     size = sum(path.stat().st_size for path in QUICKSTART.rglob("*") if path.is_file())
     assert size <= 10_000_000
     for model in models.values():

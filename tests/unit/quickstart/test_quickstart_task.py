@@ -1,4 +1,4 @@
-"""The problems: right answers, splits that share nothing, and files that the script writes again byte for byte."""
+"""The quickstart's problems: right answers, disjoint splits, and files that the script reproduces byte for byte."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ def question(row: dict[str, Any]) -> str:
 
 
 def family(row: dict[str, Any]) -> tuple[str, ...]:
-    """The problem regardless of the order it is asked in."""
+    """Identifies a problem independently of the order of its parts."""
     text = question(row).removesuffix("=")
     return tuple(sorted(text.split("+") if row["data_source"] == "add" else text))
 
@@ -59,7 +59,7 @@ def test_supervised_training_never_sees_a_held_out_problem() -> None:
         assert len(splits.sft) > PROMPTS_PER_DOMAIN
 
 
-def test_the_domains_are_even_in_every_stretch_of_the_files() -> None:
+def test_both_domains_are_equally_frequent_in_every_50_rows() -> None:
     sizes = {"train": PROMPTS_PER_DOMAIN, "valid": VALID_PER_DOMAIN, "test": TEST_PER_DOMAIN}
     for split, per_domain in sizes.items():
         sources = [row["data_source"] for row in rows(split)]
@@ -70,7 +70,7 @@ def test_the_domains_are_even_in_every_stretch_of_the_files() -> None:
         assert len({question(row) for row in rows(split)}) == 2 * per_domain
 
 
-def test_the_script_writes_the_same_files_again(tmp_path: Path) -> None:
+def test_the_script_writes_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:
     make_data(make_splits(), tmp_path)
     for split in QUICKSTART_SPLITS:
         assert (tmp_path / f"{split}.jsonl").read_bytes() == quickstart_data(split).read_bytes()

@@ -1,5 +1,5 @@
-"""Scripts in recipes/ and benchmarks/ are programs, not packages. Their folders go to the end of the path: other recipes have a
-make_models.py as well, and that name is theirs."""
+"""Scripts in recipes/ and benchmarks/ are programs, not packages. Their folders are appended to the
+path, because other recipes have a make_models.py too, which must be found first."""
 
 import sys
 from pathlib import Path

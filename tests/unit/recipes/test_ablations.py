@@ -1,4 +1,4 @@
-"""benchmarks/study/ablations.py: cases, and runs that go on where they were interrupted."""
+"""benchmarks/study/ablations.py: its cases, and runs that are resumed after an interruption."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ GRPO = ROOT / "recipes" / "quickstart" / "methods" / "grpo.toml"
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "calculator", "qwen"])
-def test_every_case_is_a_recipe(recipe: str) -> None:
+def test_every_ablation_case_is_a_valid_recipe(recipe: str) -> None:
     table = read_table(CASES, recipe)
     runs = runs_of(table, [], [0, 1])
     assert len({run.name for run in runs}) == len(runs)
@@ -44,7 +44,7 @@ def test_cases_with_the_same_settings_share_their_runs(tmp_path: Path) -> None:
     assert [run.settings for run in runs_of(more, ["b"], [4])] == [("trainer.steps=3", "run.threads=1")]
 
 
-def test_points_have_the_means_since_the_evaluation_before() -> None:
+def test_points_have_the_means_since_the_previous_evaluation() -> None:
     lines = [
         {"step": 0, "val/accuracy": 0.1},
         {"step": 1, "actor/entropy": 1.0},
@@ -72,10 +72,10 @@ def small_cases(folder: Path) -> Path:
 
 
 @pytest.mark.slow  # four launches of a run, for a driver of benchmarks
-def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
+def test_an_interrupted_run_is_resumed_and_a_collected_run_is_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first launch is killed at its second checkpoint, as when its machine is taken away."""
+    """The first launch is killed at its second checkpoint, as if its machine were lost."""
     table, out = read_table(small_cases(tmp_path), "small"), tmp_path / "out"
     (run,) = runs_of(table, [], [0])
     faults = ["checkpoint.before_rename:2", None]
@@ -92,19 +92,19 @@ def test_an_interrupted_run_goes_on_and_a_collected_one_is_left_out(
     (line,) = read_lines(out / "collected.jsonl")
     assert [point["step"] for point in line["points"]] == [0, 1, 2, 3]
     assert (line["seed"], line["settings"]) == (0, list(table.settings))
-    begun = [
+    started = [
         printed.split()[0] for printed in capsys.readouterr().out.splitlines() if printed.endswith(run.name)
     ]
-    assert begun == ["train", "resume"]
+    assert started == ["train", "resume"]
 
     run_all(study, [run], side_by_side=1, seconds=60)
-    assert len(read_lines(out / "collected.jsonl")) == 1, "a collected run is left out"
+    assert len(read_lines(out / "collected.jsonl")) == 1, "a collected run was run again"
     (kept,) = (out / "kept").glob("*/*.safetensors")
     assert kept.parent.name == run.name and kept.stem == "step-000003", "the grader finds the last weights"
     assert not list(out.glob("runs/*/checkpoints/step-*"))
 
 
-def test_no_run_begins_after_the_time(tmp_path: Path) -> None:
+def test_no_run_is_started_after_the_time_limit(tmp_path: Path) -> None:
     study = Study(read_table(small_cases(tmp_path), "small"), tmp_path / "out")
     run_all(study, [Run((), (), seed=0)], side_by_side=1, seconds=-1)
     assert not (tmp_path / "out").exists()
@@ -126,7 +126,7 @@ def test_tables_have_means_over_seeds_and_the_graders_kl(tmp_path: Path) -> None
     runs = read_runs(tmp_path)
     found = of_cases(table, "topk", runs)
     assert list(found) == ["K = 8", "K = 1"], "cases without runs are left out"
-    assert of_cases(table, "group", runs) == {}, "one case answers no question"
+    assert of_cases(table, "group", runs) == {}, "a question with a single case has no table"
     assert markdown(table, "topk", found)[-3:] == [
         "| K = 8 | 2 | 50.0 ± 14.1 | 2.000 ± 1.414 | 1.00 |",
         "| K = 1 | 1 | 20.0 |  | 1.00 |",

@@ -1,4 +1,4 @@
-"""The reward of the recipe in which a student teaches itself to be brief."""
+"""The reward of the self-distillation recipe, which teaches a student to answer in one sentence."""
 
 import sys
 from pathlib import Path
@@ -20,6 +20,6 @@ from brief import one_sentence
         ("", 0.0),
     ],
 )
-def test_one_sentence_has_words_and_an_end(text: str, reward: float) -> None:
-    """A mark without words once counted, and a student that wrote nothing else was graded 100 %."""
+def test_the_reward_requires_a_single_sentence_with_words_and_a_full_stop(text: str, reward: float) -> None:
+    """A full stop without words once counted, and a student that wrote nothing else was graded 100 %."""
     assert one_sentence({}, text) == reward

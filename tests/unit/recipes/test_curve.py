@@ -1,4 +1,4 @@
-"""benchmarks/one_gpu/curve.py: rows of a run, beside those of another."""
+"""benchmarks/one_gpu/curve.py: the result rows of a run, compared with those of another run."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def lines(seconds: float, accuracies: list[float]) -> list[dict[str, float]]:
     return steps
 
 
-def test_each_evaluation_has_its_accuracy_and_the_means_since_the_one_before(tmp_path: Path) -> None:
+def test_each_evaluation_has_its_accuracy_and_the_means_since_the_previous_one(tmp_path: Path) -> None:
     sys.path += [str(BENCHMARKS), str(BENCHMARKS / "one_gpu")]
     from curve import keep, rows_of
 
@@ -36,7 +36,7 @@ def test_each_evaluation_has_its_accuracy_and_the_means_since_the_one_before(tmp
     path = tmp_path / "curves.json"
     keep(path, "a", sync, "")
     other = rows_of("a b", lines(1.0, [0.25, 0.75]), [], skip=1)
-    keep(path, "a b", other[:2], "a")  # while the run goes on
+    keep(path, "a b", other[:2], "a")  # while the run is not finished
     keep(path, "a b", other, "a")
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     assert len(rows) == len(sync) + len(other)

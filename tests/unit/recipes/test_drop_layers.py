@@ -20,7 +20,7 @@ def small_model() -> Qwen2ForCausalLM:
     ).eval()
 
 
-def test_the_layer_that_does_nothing_is_missed_least_and_what_stays_computes_the_same() -> None:
+def test_dropping_a_layer_that_does_nothing_has_no_kl_and_leaves_the_logits_unchanged() -> None:
     model = small_model()
     idle = model.model.layers[2]
     torch.nn.init.zeros_(idle.self_attn.o_proj.weight)
@@ -29,9 +29,9 @@ def test_the_layer_that_does_nothing_is_missed_least_and_what_stays_computes_the
     real = torch.ones_like(tokens, dtype=torch.bool)
     real[0, :2] = False
     search = LayerSearch(model, tokens, real, prompt=4)
-    missed = {layer: search.kl([one for one in range(4) if one != layer]) for layer in range(4)}
-    assert min(missed, key=lambda layer: missed[layer]) == 2
-    assert abs(missed[2]) < 1e-6 and all(kl > 1e-3 for layer, kl in missed.items() if layer != 2)
+    kl_without = {layer: search.kl([one for one in range(4) if one != layer]) for layer in range(4)}
+    assert min(kl_without, key=lambda layer: kl_without[layer]) == 2
+    assert abs(kl_without[2]) < 1e-6 and all(kl > 1e-3 for layer, kl in kl_without.items() if layer != 2)
     with torch.no_grad():
         whole = small_model()
         whole.load_state_dict({**whole.state_dict(), **_zeroed(whole)})
@@ -45,7 +45,7 @@ def _zeroed(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(model.state_dict()[name]) for name in names}
 
 
-def test_the_kl_is_that_of_the_answers_alone() -> None:
+def test_the_kl_is_computed_over_answer_tokens_only() -> None:
     model = small_model()
     tokens = torch.randint(0, 32, (2, 10), generator=torch.Generator().manual_seed(2))
     real = torch.ones_like(tokens, dtype=torch.bool)

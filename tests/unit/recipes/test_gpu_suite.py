@@ -1,4 +1,4 @@
-"""benchmarks/one_gpu/suite.py: tasks in their order, in pieces, and nothing left behind by one that is ended."""
+"""benchmarks/one_gpu/suite.py: which tasks run, their time limits, and the archive of their results."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def task(name: str, code: str, seconds: float = 60, needs: str = "[]") -> str:
     return f"[[task]]\nname = {name!r}\ncommand = '''{{python}} -c {shlex.quote(code)}'''\nseconds = {seconds}\nneeds = {needs}\n"
 
 
-def test_ended_tasks_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> None:
+def test_finished_tasks_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> None:
     tasks = (
         task("well", "print(1)")
         + task("failing", "raise SystemExit(3)")
@@ -55,7 +55,7 @@ def test_ended_tasks_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> No
     assert [line["name"] for line in lines] == ["well", "failing", "failing"]
 
 
-def test_a_task_past_its_seconds_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_task_over_its_time_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -66,11 +66,11 @@ time.sleep(600)
     assert line["code"] is None and "long: past its seconds, killed" in output
     pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the child of a killed task lives"
+        assert time.monotonic() < deadline, "a child of the killed task is still alive"
         time.sleep(0.05)
 
 
-def test_what_a_task_needs_may_be_named_by_a_variable_and_what_it_makes_be_there(
+def test_a_task_is_skipped_if_a_needed_variable_is_unset_or_its_output_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "made"
@@ -87,7 +87,7 @@ def test_what_a_task_needs_may_be_named_by_a_variable_and_what_it_makes_be_there
     assert [line["name"] for line in lines] == ["first", "making"] and made.exists()
     (tmp_path / "out" / "tasks.jsonl").unlink()
     _, lines = suite(tmp_path, tasks)
-    assert [line["name"] for line in lines] == ["first"], "what the other task makes is there"
+    assert [line["name"] for line in lines] == ["first"], "a task ran although its output exists"
 
 
 def archived(path: Path) -> dict[str, bytes]:
@@ -114,7 +114,9 @@ time.sleep(600)
     assert not (tmp_path / "out" / "run" / "checkpoints").exists()
 
 
-def test_an_archive_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_has_no_weights_and_leaves_out_files_beyond_its_size_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sys.path.append(str(SUITE.parent))
     import archive
 
@@ -136,8 +138,10 @@ def test_an_archive_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_the_scoring_benchmarks_teacher_knows_the_ids_that_it_is_asked_for(tmp_path: Path) -> None:
-    """Its tokenizer had 32 words: a replica refused the benchmark's random ids."""
+def test_the_scoring_benchmarks_teacher_has_all_ids_of_its_sequences_in_its_vocabulary(
+    tmp_path: Path,
+) -> None:
+    """Its tokenizer once had 32 words, and a replica refused the random ids of the benchmark."""
     sys.path.append(str(SUITE.parents[1]))
     from scoring import TINY, sequences, write_model
 
@@ -147,7 +151,7 @@ def test_the_scoring_benchmarks_teacher_knows_the_ids_that_it_is_asked_for(tmp_p
     assert all(known >= set(row.tolist()) for row in sequences("64", 8, vocab))
 
 
-def test_the_projects_own_tasks_name_files_that_exist() -> None:
+def test_the_tasks_of_suite_toml_name_files_that_exist() -> None:
     sys.path.append(str(SUITE.parent))
     from suite import read_tasks
 

@@ -10,7 +10,9 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "src/understudy/assets/quickstart"
 
 
-def test_a_teacher_is_better_than_the_student_and_nearer_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grader_gives_a_teacher_a_higher_accuracy_and_no_kl_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "recipes/word-problems"), *sys.path])
     from grading import Grader, read_prompts
 

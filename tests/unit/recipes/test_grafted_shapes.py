@@ -1,4 +1,4 @@
-"""The grafted model: its language part computes what the language model computes, and pictures reach it."""
+"""The grafted vision-language model: text gives the logits of the language model, and pictures influence the output."""
 
 import sys
 from pathlib import Path
@@ -29,13 +29,15 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_language(tmp_path_factory.mktemp("language"))
 
 
-def test_kept_layers_hold_both_ends() -> None:
+def test_evenly_chosen_layers_include_the_first_and_the_last() -> None:
     assert evenly(30, 20)[0] == 0 and evenly(30, 20)[-1] == 29 and len(set(evenly(30, 20))) == 20
     assert evenly(3, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kept", [None, [0, 2]])
-def test_text_rows_have_the_logits_of_the_language_model(language: Path, kept: list[int] | None) -> None:
+def test_the_grafted_model_gives_text_rows_the_logits_of_the_language_model(
+    language: Path, kept: list[int] | None
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32).eval()
     if kept is not None:
         plain.model.layers = torch.nn.ModuleList([plain.model.layers[i] for i in kept])
@@ -45,10 +47,12 @@ def test_text_rows_have_the_logits_of_the_language_model(language: Path, kept: l
         ours, theirs = grafted(input_ids=ids).logits, plain(input_ids=ids, use_cache=False).logits
     assert ours.shape[-1] == theirs.shape[-1] + len(ADDED)
     assert torch.allclose(ours[..., : theirs.shape[-1]], theirs, atol=1e-5)
-    assert theirs.std() > 0.1, "logits differ between tokens, so equal ones say something"
+    assert theirs.std() > 0.1, "logits are nearly constant, so comparing them proves nothing"
 
 
-def test_a_saved_model_is_the_trained_one_and_reads_pictures(language: Path, tmp_path: Path) -> None:
+def test_a_saved_model_gives_the_logits_of_the_trained_one_and_depends_on_the_picture(
+    language: Path, tmp_path: Path
+) -> None:
     teacher = graft(language, seed=1)
     chat = chat_of(teacher, language)
     prompt = chat.prompt_ids(ROWS[0].question)
@@ -76,7 +80,7 @@ def test_a_saved_model_is_the_trained_one_and_reads_pictures(language: Path, tmp
     assert read is not None and read.settings == chat.pictures.settings
 
 
-def test_a_student_gets_the_tower_of_its_teacher(language: Path) -> None:
+def test_copy_tower_gives_a_student_the_image_features_of_its_teacher(language: Path) -> None:
     teacher, student = graft(language, seed=1), graft(language, seed=2, kept=[0, 2])
     chat = chat_of(teacher, language)
     pixels = chat.pixels([ROWS[0].picture])
@@ -91,10 +95,10 @@ def test_a_student_gets_the_tower_of_its_teacher(language: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"])
-def test_training_on_pixels_is_training_on_kept_features(
+def test_training_on_pixels_gives_the_weights_of_training_on_cached_features(
     language: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Older versions of transformers take no features and would ignore them: they get pixels."""
+    """Older versions of transformers would ignore given features, so they get pixels."""
     schedule = SupervisedSchedule(3, {"all": 2}, seed=1, learning_rate=3e-3, warmup_steps=1)
     trained = []
     for takes in (True, False):

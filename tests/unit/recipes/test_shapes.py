@@ -22,7 +22,7 @@ from shapes import (
 )
 
 
-def test_answers_are_those_of_the_scene() -> None:
+def test_answers_describe_the_scene_and_ambiguous_questions_are_left_out() -> None:
     scene = (
         Shape("circle", "red", (0, 0), (8, 8), 5),
         Shape("square", "blue", (1, 2), (24, 40), 5),
@@ -32,7 +32,7 @@ def test_answers_are_those_of_the_scene() -> None:
         HOW_MANY: "three",
         "what colour is the circle ?": "red",
         "where is the circle ?": "top left",
-    }, "there are two squares: none of them is asked for"
+    }, "there are two squares, so no question asks for a square"
     assert [bool(one) for one in cells(scene)] == [True, *[False] * 6, True, True]
 
 
@@ -43,7 +43,7 @@ def test_rows_are_balanced_and_their_pictures_differ() -> None:
     assert sum(row.answer in CORNERS.values() for row in found) == 400
 
 
-def test_controls_keep_questions_and_answers() -> None:
+def test_control_rows_keep_questions_and_answers_and_change_the_pictures() -> None:
     found = list(islice(rows("a test"), 300))
     for other in (swapped(found), blank(found)):
         assert [(row.question, row.answer) for row in other] == [(row.question, row.answer) for row in found]
@@ -52,7 +52,7 @@ def test_controls_keep_questions_and_answers() -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_chat_renders_every_question(question: str) -> None:
+def test_the_tokenizer_encodes_and_decodes_every_question(question: str) -> None:
     from vision_chat import IMAGE, build_tokenizer
 
     tokenizer = build_tokenizer()

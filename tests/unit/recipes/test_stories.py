@@ -1,4 +1,4 @@
-"""Files of llama2.c become a model folder that computes the same, with a tokenizer that reads the same."""
+"""Model and tokenizer files of llama2.c are converted into equivalent ones for transformers."""
 
 import struct
 import sys
@@ -18,7 +18,7 @@ SHAPE = LlamaConfig(
 
 
 def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama2.c's export script does to the weights of transformers."""
+    """Reorders rows of transformers' weights into rotary pairs, as llama2.c's export script does."""
     rows, width = weight.shape
     return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
 
@@ -39,7 +39,7 @@ def packed(model: LlamaForCausalLM) -> bytes:
     return head + b"".join(one.numpy().tobytes() for one in found)
 
 
-def test_the_weights_are_those_of_the_model_that_was_written() -> None:
+def test_a_model_read_from_a_llama2_c_file_gives_the_logits_of_the_original() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(SHAPE)
     data = packed(model)
@@ -50,7 +50,7 @@ def test_the_weights_are_those_of_the_model_that_was_written() -> None:
         assert torch.equal(found(ids).logits, model(ids).logits)
 
 
-def test_pairs_of_a_rotation_move_to_the_halves_of_a_head() -> None:
+def test_halves_moves_rotary_pairs_to_the_two_halves_of_each_head() -> None:
     rows = torch.arange(8.0)[:, None]
     assert halves(rows, heads=2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 

@@ -1,4 +1,4 @@
-"""The study's bookkeeping: every command is one the product takes, and points of a run come from the right places."""
+"""The study's bookkeeping: the commands of its runs, the collected runs, and the points of their curves."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ FOLDERS = {
     ("folder", "method"),
     [(folder, method) for folder in FOLDERS for method in METHODS if (folder / f"{method}.toml").exists()],
 )
-def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_path: Path) -> None:
+def test_every_run_of_the_study_is_a_valid_train_command(folder: Path, method: str, tmp_path: Path) -> None:
     models = None if folder == ON_CPU else tmp_path / "models"
     task = Task(folder, tmp_path, models=models, steps=7, more=("rollout.max_batch=3",))
     arguments = command(task, Job(method, seed=5, rate=1e-6))
@@ -38,11 +38,11 @@ def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_
         assert recipe.student.model == str(models / "student")
 
 
-def test_every_folder_has_its_methods() -> None:
+def test_every_folder_has_the_expected_number_of_recipes() -> None:
     assert {folder: len(list(folder.glob("*.toml"))) for folder in FOLDERS} == FOLDERS
 
 
-def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+def test_a_collected_whole_run_is_not_run_again_and_one_that_was_cut_off_is(tmp_path: Path) -> None:
     task, file = Task(ON_CPU, tmp_path, steps=4), tmp_path / "collected.json"
     whole, cut_off, other = Job("k1", 0), Job("k1", 1), Job("k1", 2)
     path = metrics_of(task, whole)
@@ -112,7 +112,9 @@ def test_a_curve_has_only_steps_that_every_seed_reached() -> None:
 
 
 @pytest.mark.parametrize("timing", [None, {"k1": {"step_seconds": 2.0}}])
-def test_it_draws(timing: dict[str, dict[str, float]] | None, tmp_path: Path) -> None:
+def test_the_study_is_drawn_with_and_without_timings(
+    timing: dict[str, dict[str, float]] | None, tmp_path: Path
+) -> None:
     points = [{"step": step, "accuracy": step / 10, "kl": 1.0 / (step + 1)} for step in (0, 5)]
     draw({"runs": [{"method": "k1", "points": points}]}, timing, 0.9, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 10_000

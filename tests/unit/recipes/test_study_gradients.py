@@ -1,8 +1,7 @@
-"""What the study's students are trained with: rollouts, the teacher's verdicts and the gradient of a whole step against plain
-transformers in float32.
+"""Rollouts, teacher scores and the gradient of a whole step of the study, compared with plain transformers in float32.
 
-On a GPU in SmolLM2-135M's own widths (9 query heads over 3, 576 wide, 49,152 ids), where the packed layout, the variable-length
-attention and the Triton loss are at work; everywhere in small.
+On a GPU the models have the widths of SmolLM2-135M (9 query heads, 3 key heads, hidden size 576, 49,152 ids) and use the
+packed layout, variable-length attention and the Triton loss. On a CPU they are small.
 """
 
 import asyncio
@@ -66,7 +65,7 @@ def build(widths: Widths, layers: int, seed: int, device: str, dtype: torch.dtyp
         tie_word_embeddings=True,
         initializer_range=0.04,
     )
-    # Not `.to(dtype)`: that rounds the rotary frequencies too, which no checkpoint loads like that.
+    # Not `.to(dtype)`: that would round the rotary frequencies too, which loading a checkpoint does not do.
     model = LlamaForCausalLM._from_config(config, dtype=dtype).to(device)
     assert all(buffer.dtype == torch.float32 for buffer in model.buffers())
     return model
@@ -78,7 +77,7 @@ def jagged(rows: list[torch.Tensor]) -> Jagged:
 
 @torch.no_grad()
 def scored(teacher: LlamaForCausalLM, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
-    """Ids and logprobs of the teacher's K best, and its logprob of what was written, from `start` on."""
+    """Ids and logprobs of the teacher's K best tokens, and its logprobs of the row's tokens, from `start` on."""
     logprobs = (
         teacher(input_ids=tokens[None].to(teacher.device)).logits[0].float().log_softmax(-1)[start - 1 : -1]
     )
@@ -97,7 +96,7 @@ def scored(teacher: LlamaForCausalLM, tokens: torch.Tensor, start: int) -> tuple
         pytest.param("cuda", Layout.PACKED, "triton", marks=needs_gpu),
     ],
 )
-def test_a_steps_gradient_is_that_of_plain_transformers(
+def test_the_gradient_of_a_step_equals_that_of_plain_transformers(
     device: str, layout: Layout, backend: Backend
 ) -> None:
     widths, dtype = (SMALL, torch.float32) if device == "cpu" else (SMOLLM2, torch.bfloat16)
@@ -134,11 +133,11 @@ def test_a_steps_gradient_is_that_of_plain_transformers(
         teacher_topk_logprobs=jagged(list(best)),
     )
     policy = Policy(build(widths, 4, seed=2, device=device, dtype=dtype), PolicySettings(layout=layout))
-    taken: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     optimizer_step = policy.optimizer.step
 
     def step(learning_rate: float, grad_norm: float) -> None:
-        taken.update({name: master.grad.clone() for name, master in policy.optimizer.masters.items()})
+        gradients.update({name: master.grad.clone() for name, master in policy.optimizer.masters.items()})
         optimizer_step(learning_rate, grad_norm)
 
     policy.optimizer.step = step
@@ -148,7 +147,7 @@ def test_a_steps_gradient_is_that_of_plain_transformers(
     exact = dtype == torch.float32
     assert result.loss == pytest.approx(loss, rel=1e-4 if exact else 2e-2)
     for name, parameter in plain.named_parameters():
-        expected, found = parameter.grad.flatten().double(), taken[name].flatten().double()
+        expected, found = parameter.grad.flatten().double(), gradients[name].flatten().double()
         assert cosine_similarity(found, expected, 0) > (1 - 1e-5 if exact else 0.98), name
         assert float(found.norm() / expected.norm()) == pytest.approx(1.0, abs=1e-3 if exact else 0.05), name
 
@@ -164,7 +163,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path: Path) -> None:
+def test_the_scores_of_a_teacher_equal_those_of_plain_transformers(device: str, tmp_path: Path) -> None:
     widths, dtype = (SMALL, torch.float32) if device == "cpu" else (SMOLLM2, torch.bfloat16)
     teacher = build(widths, 4, seed=1, device=device, dtype=dtype).eval()
     teacher.save_pretrained(tmp_path)
@@ -193,7 +192,7 @@ def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rollouts_logprobs_are_those_of_plain_transformers(device: str) -> None:
+def test_the_logprobs_of_a_rollout_equal_those_of_plain_transformers(device: str) -> None:
     widths, dtype = (SMALL, torch.float32) if device == "cpu" else (SMOLLM2, torch.bfloat16)
     student = build(widths, 4, seed=1, device=device, dtype=dtype).eval()
     rng = np.random.default_rng(0)

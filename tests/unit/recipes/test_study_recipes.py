@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like SmolLM2's from outside."""
+    """A model folder with the files and the kind of tokenizer that SmolLM2's has."""
     folder = tmp_path_factory.mktemp("model")
     inner = Tokenizer(WordLevel({"<unk>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both tasks' files: generated ones, and GSM8K rows made up in the original's columns."""
+    """The files of both tasks: generated word problems, and invented rows with the columns of GSM8K."""
     problems, maths = tmp_path_factory.mktemp("words"), tmp_path_factory.mktemp("gsm8k")
     write_splits(make_splits(sizes={"test": 10, "valid": 5, "make": 10, "train": 200}), problems)
     rows = [
@@ -64,7 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_each_recipe_is_sound(
+def test_check_accepts_each_recipe_of_the_study(
     task: str, method: str, model: Path, data: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ROOT / "recipes" / task / f"{method}.toml"
@@ -76,7 +76,7 @@ def test_each_recipe_is_sound(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_methods_differ_in_the_method_alone(task: str) -> None:
+def test_recipes_of_a_task_differ_only_in_the_loss(task: str) -> None:
     """Same student, prompts, samples of a step, lengths, steps and measurements."""
     recipes = [load_recipe(ROOT / "recipes" / task / f"{method}.toml") for method in METHODS]
     alike = {
@@ -97,20 +97,20 @@ def test_methods_differ_in_the_method_alone(task: str) -> None:
     assert len({one.loss for one in recipes}) == len(METHODS)
 
 
-def test_gsm8k_rows_lose_the_annotations_and_keep_the_answer(data: dict[str, Path]) -> None:
+def test_prepared_gsm8k_rows_have_no_annotations_and_keep_the_answer(data: dict[str, Path]) -> None:
     rows = [json.loads(line) for line in (data["gsm8k"] / "valid.jsonl").read_text().splitlines()]
     assert rows[-1]["answer"] == "19+2=21\n#### 21"
     train = (data["gsm8k"] / "train.jsonl").read_text().splitlines()
     assert not {json.dumps(row) for row in rows} & set(train)
 
 
-def test_gsm8k_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_gsm8k_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "?"}\n')
     with pytest.raises(SystemExit, match="line 1: has \\['prompt'\\]; expected `question` and `answer`"):
         prepare(tmp_path / "train.jsonl", tmp_path / "train.jsonl", tmp_path / "out")
 
 
-def test_a_cut_model_keeps_both_ends_and_still_computes() -> None:
+def test_a_model_with_dropped_layers_keeps_the_outer_layers_and_generates() -> None:
     sys.path.insert(0, str(ROOT / "recipes" / "word-problems"))
     known = sys.modules.pop("make_models", None)
     try:

@@ -32,7 +32,7 @@ def test_no_prompt_is_in_two_files(data: Path) -> None:
     assert len({prompt for some in prompts.values() for prompt in some}) == sum(map(len, prompts.values()))
 
 
-def test_both_domains_are_there_in_turn_with_right_answers(data: Path) -> None:
+def test_rows_alternate_between_both_domains_and_have_right_answers(data: Path) -> None:
     for name, size in (("train", 4000), ("valid", 200), ("test", 200)):
         rows = read(data / f"{name}.jsonl")
         assert [row["data_source"] for row in rows] == ["past", "order"] * (size // 2)

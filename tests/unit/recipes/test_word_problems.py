@@ -1,4 +1,4 @@
-"""The generated problems: the same everywhere, apart from each other, and right by an arithmetic of the test's own."""
+"""The generated word problems: reproducible, in disjoint splits, and with answers that this test computes independently."""
 
 import json
 import operator
@@ -22,13 +22,13 @@ SIGNS: dict[str, Callable[[int, int], int]] = {
     "*": operator.mul,
     "/": operator.floordiv,
 }
-EACH = 120
-"""Problems looked at per level."""
+PROBLEMS_PER_LEVEL = 120
+"""Problems that are checked per level."""
 
 
 @pytest.fixture(params=sorted(LEVELS))
-def some(request: pytest.FixtureRequest) -> list[Problem]:
-    return list(islice(problems(request.param, seed=3), EACH))
+def level_problems(request: pytest.FixtureRequest) -> list[Problem]:
+    return list(islice(problems(request.param, seed=3), PROBLEMS_PER_LEVEL))
 
 
 def answer_of(problem: Problem) -> int:
@@ -42,15 +42,15 @@ def numbers_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def test_every_worked_line_is_right_and_uses_only_what_is_known(some: list[Problem]) -> None:
-    for problem in some:
+def test_every_line_of_a_solution_is_right_and_uses_only_known_numbers(level_problems: list[Problem]) -> None:
+    for problem in level_problems:
         *lines, last = problem.answer.splitlines()
         known, result = set(numbers_in(problem.question)), None
         for line in lines:
             found = EQUATION.match(line)
             assert found, line
             left, right, result = (int(found[name]) for name in ("left", "right", "result"))
-            assert {left, right} <= known, f"{line!r} uses a number from nowhere: {problem.question}"
+            assert {left, right} <= known, f"{line!r} uses an unknown number: {problem.question}"
             assert SIGNS[found["sign"]](left, right) == result and result >= 0
             assert found["sign"] != "/" or left % right == 0
             known.add(result)
@@ -59,7 +59,7 @@ def test_every_worked_line_is_right_and_uses_only_what_is_known(some: list[Probl
 
 
 def solve(problem: Problem) -> int:
-    """The answer read out of the question alone."""
+    """Computes the answer from the text of the question alone."""
     question, numbers = problem.question, numbers_in(problem.question)
     if problem.kind in ("shop", "trip"):
         *pairs, whole = numbers
@@ -89,22 +89,22 @@ def solve(problem: Problem) -> int:
     return total if problem.kind == "compare" else held
 
 
-def test_the_answer_follows_from_the_question(some: list[Problem]) -> None:
-    assert {problem.kind for problem in some} == set(KINDS)
-    for problem in some:
+def test_the_answer_follows_from_the_question(level_problems: list[Problem]) -> None:
+    assert {problem.kind for problem in level_problems} == set(KINDS)
+    for problem in level_problems:
         assert solve(problem) == answer_of(problem), problem
 
 
-def test_the_reward_reads_the_format(some: list[Problem]) -> None:
-    for problem in some:
+def test_the_gsm8k_reward_reads_the_answer_format(level_problems: list[Problem]) -> None:
+    for problem in level_problems:
         row, right = problem.row(), answer_of(problem)
         assert gsm8k(row, problem.answer)["score"] == 1.0
         assert gsm8k(row, problem.answer.replace(f"#### {right}", f"#### {right + 1}"))["score"] == 0.0
         assert gsm8k(row, problem.answer.rpartition("####")[0])["score"] == 0.0
 
 
-def test_the_same_problems_everywhere() -> None:
-    """Python's own generator gives the same draws on every machine and version; this digest says that nothing else crept in."""
+def test_generated_problems_have_the_recorded_digest() -> None:
+    """Python's own generator gives the same draws on every machine and version; this digest shows that nothing else has an influence."""
     text = "".join(json.dumps(problem.row()) for problem in islice(problems(3, seed=2026), 500))
     assert sha256(text.encode()).hexdigest()[:16] == "c1e416efafa1badb"
 
@@ -118,19 +118,19 @@ def test_no_problem_is_in_two_splits_and_none_twice() -> None:
     assert sum(map(len, questions)) == len(set.union(*questions))
 
 
-def test_held_out_problems_do_not_depend_on_how_many_are_trained_on() -> None:
+def test_held_out_problems_do_not_depend_on_the_number_of_training_problems() -> None:
     few = make_splits(sizes={"test": 10, "valid": 10, "make": 5, "train": 5})
     many = make_splits(sizes={"test": 10, "valid": 10, "make": 50, "train": 50})
     assert few["test"] == many["test"] and few["valid"] == many["valid"]
 
 
-def test_a_level_that_is_used_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_without_further_problems_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, 1, type(LEVELS[1])((1, 1), 2, 3))
     with pytest.raises(ValueError, match="level 1 has no more problems"):
         list(islice(problems(1, seed=0), 10_000))
 
 
-def test_written_splits_are_datasets(tmp_path: Path) -> None:
+def test_written_splits_can_be_loaded_as_datasets(tmp_path: Path) -> None:
     write_splits(make_splits(sizes={"test": 10, "valid": 5, "make": 5, "train": 20}), tmp_path)
     dataset = load_dataset(tmp_path / "train.jsonl")
     assert len(dataset) == 20

@@ -1,7 +1,7 @@
-"""Real tokenizers with the chat formats of well-known model families, made on the spot.
+"""Small real tokenizers with the chat formats of well-known model families, built when a test asks for one.
 
-A byte-level BPE tokenizer is trained on a few lines, then given a family's special tokens and chat template (written
-anew here, after the formats those families document).
+A byte-level BPE tokenizer is trained on a few lines and gets the family's special tokens and chat template. The
+templates are written here after the formats that those families document.
 """
 
 from copy import copy
@@ -126,12 +126,12 @@ UNNAMED_END: dict[str, dict[str, Any]] = {
         "template": CHATML,
     },
 }
-"""Turns end with a special token that the tokenizer's config gives no name; only the generation config lists it."""
+"""Families whose end-of-turn token is not named in the tokenizer's config; only the generation config lists it."""
 ENDS = {"gemma3": "<end_of_turn>", "chatml-base": "<|im_end|>"}
 
 
 def chat_tokenizer(family: str) -> Any:
-    """One of its own for each caller, who may replace its template."""
+    """A copy for each caller, so that a test may replace its chat template."""
     return copy(_trained(family))
 
 

@@ -1,4 +1,4 @@
-"""A user's loop for the worker tests, in a module that imports nothing heavy: worker processes load it."""
+"""An agent loop for the worker tests. Worker processes load this module, so it imports nothing heavy."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from understudy.types.trajectory import Trajectory
 
 
 class Chatty:
-    """Two turns, prints, and does what its row says."""
+    """Generates two turns, prints to stdout, and misbehaves as the row's columns say (raises, exits, forks, …)."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         print("printing must not disturb the channel")

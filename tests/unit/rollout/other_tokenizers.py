@@ -1,4 +1,4 @@
-"""Small tokenizers of several kinds, made on the spot."""
+"""Small tokenizers of several kinds, built from a list of words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def sentencepiece(words: Sequence[str], special: Sequence[str] = ("<unk>", "<eos
 
 
 def pieces_of_text(characters: str, special: Sequence[str] = ("<pad>", "<eos>", "<unk>")) -> Any:
-    """One token per character and no other: what it does not know is unknown."""
+    """One token per given character; every other character becomes `<unk>`."""
     vocab = {token: i for i, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -60,7 +60,7 @@ def pieces_of_text(characters: str, special: Sequence[str] = ("<pad>", "<eos>", 
 
 
 def word_pieces(words: Sequence[str]) -> Any:
-    """WordPiece: spaces between words are no part of any token."""
+    """WordPiece: spaces between words belong to no token."""
     vocab = {token: i for i, token in enumerate(["[UNK]", *words])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

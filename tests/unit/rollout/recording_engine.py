@@ -1,4 +1,4 @@
-"""A real engine that remembers what it was asked and what it wrote, and a driver for loops over it."""
+"""A real engine that records its requests and generations, and a function that runs prompts through a loop on it."""
 
 import asyncio
 from typing import Any
@@ -48,7 +48,7 @@ def attempt(
     session: int = 0,
     context: int = CONTEXT,
 ) -> tuple[list[list[Trajectory]], RecordingEngine]:
-    """Every prompt through the loop, concurrently."""
+    """Runs every prompt through the loop concurrently. Returns the trajectories per prompt, and the engine."""
 
     async def body() -> tuple[list[list[Trajectory]], RecordingEngine]:
         engine = RecordingEngine(tokenizer, context)

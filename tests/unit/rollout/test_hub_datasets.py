@@ -1,4 +1,4 @@
-"""Datasets of the hub and `datasets.Dataset` objects, by the real library where it is installed (`understudy[datasets]`)."""
+"""Hub datasets and `datasets.Dataset` objects, read with the real library (extra `understudy[datasets]`)."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ datasets = pytest.importorskip("datasets")
 ROWS = [{"messages": [{"role": "user", "content": text}], "answer": text} for text in ("a", "b", "c")]
 
 
-def test_dataset_objects_are_rows(tmp_path: Path) -> None:
+def test_a_datasets_dataset_object_is_converted_to_rows_and_a_dataset_dict_is_refused(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list([*ROWS, {**ROWS[0], "answer": None}])
     assert rows_of(whole) == [*ROWS, {"messages": ROWS[0]["messages"]}]
     write_rows(whole, tmp_path / "rows.jsonl")
@@ -24,8 +24,10 @@ def test_dataset_objects_are_rows(tmp_path: Path) -> None:
         rows_of(datasets.DatasetDict(train=whole))
 
 
-def test_a_split_is_read_and_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library takes a folder for a hub name too, so that nothing is fetched here."""
+def test_a_hub_dataset_is_read_by_split_and_its_digest_depends_on_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local folder stands in for the hub: the library accepts its path as a dataset name."""
     (tmp_path / "org" / "name").mkdir(parents=True)
     for split in ("train", "test"):
         rows = ROWS if split == "train" else ROWS[:1]
@@ -45,7 +47,7 @@ def test_a_split_is_read_and_digested(tmp_path: Path, monkeypatch: pytest.Monkey
         _read_hub(name, HubDataset(name, None, None, "nosplit"), "data.train")
 
 
-def test_reading_a_dataset_imports_no_torch() -> None:
+def test_reading_rows_of_the_datasets_library_does_not_import_torch() -> None:
     code = (
         "import sys, datasets; from understudy.rollout.sources import rows_of\n"
         "rows_of(datasets.Dataset.from_list([{'prompt': 'a'}])); sys.exit('torch' in sys.modules)"

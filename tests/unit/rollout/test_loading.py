@@ -1,4 +1,4 @@
-"""Code by name: modules beside a recipe are found last, and two recipes may call theirs alike."""
+"""Loading code by name: installed modules come first; two recipes may use the same module name."""
 
 import asyncio
 import sys
@@ -15,8 +15,8 @@ from understudy.rollout.tools.sandbox import Isolation, Sandbox
 
 
 @pytest.fixture(autouse=True)
-def leaves_the_path_alone() -> Iterator[None]:
-    set_python_path([])  # of recipes that other tests read
+def restored_python_path() -> Iterator[None]:
+    set_python_path([])  # removes the path set by recipes of earlier tests
     yield
     set_python_path([])
 
@@ -28,7 +28,7 @@ def folder(path: Path, number: int) -> str:
     return str(path)
 
 
-def test_each_recipe_s_folder_has_its_own_modules(tmp_path: Path) -> None:
+def test_a_module_is_loaded_from_the_folder_of_the_current_recipe(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a", 1), folder(tmp_path / "b", 2)
     before = list(sys.path)
     for place, number in ((first, 1), (second, 2), (first, 1)):
@@ -41,7 +41,7 @@ def test_each_recipe_s_folder_has_its_own_modules(tmp_path: Path) -> None:
         load_object("own_module:number", "data.reward")
 
 
-def test_a_tool_beside_the_recipe_is_found_by_its_process(tmp_path: Path) -> None:
+def test_a_tool_process_finds_a_module_beside_the_recipe(tmp_path: Path) -> None:
     set_python_path([folder(tmp_path / "a", 7)])
 
     async def call() -> tuple[ToolOutcome, str]:
@@ -53,19 +53,19 @@ def test_a_tool_beside_the_recipe_is_found_by_its_process(tmp_path: Path) -> Non
     assert asyncio.run(call()) == (ToolOutcome.OK, "7")
 
 
-def test_a_module_that_raises_is_named(tmp_path: Path) -> None:
+def test_a_module_that_raises_on_import_is_named_in_the_config_error(tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("1 / 0\n")
     set_python_path([str(tmp_path)])
     with pytest.raises(ConfigError, match="importing broken_module raised ZeroDivisionError"):
         load_object("broken_module:f", "rollout.agent")
 
 
-def test_a_module_that_was_moved_is_refused_with_its_new_name() -> None:
+def test_the_former_path_of_a_moved_module_is_refused_with_the_new_path() -> None:
     with pytest.raises(ConfigError, match=r'write "understudy\.rollout\.rewards\.builtin:gsm8k"'):
         load_object("understudy.rollout.reward:gsm8k", "data.reward")
 
 
-def test_a_program_that_changed_its_path_meanwhile_is_no_error(tmp_path: Path) -> None:
+def test_set_python_path_tolerates_an_entry_already_removed_from_sys_path(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a", 1), folder(tmp_path / "b", 2)
     set_python_path([first])
     sys.path.remove(first)

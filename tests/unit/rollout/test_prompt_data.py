@@ -1,4 +1,4 @@
-"""Datasets and the cursor: errors name the file and the line; a saved place is taken up exactly."""
+"""Datasets and the prompt cursor: errors name file and line; a restored cursor continues where it was saved."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_a_list_of_messages_is_a_chat(column: str) -> None:
     assert prompt.text is None and prompt.messages == ({"role": "user", "content": "hi"},)
 
 
-def test_parquet_chats_and_missing_values(tmp_path: Path) -> None:
+def test_parquet_rows_may_hold_chats_and_null_columns(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "a"}], "answer": None},
         {"messages": None, "prompt": "b"},
@@ -75,7 +75,7 @@ def test_parquet_chats_and_missing_values(tmp_path: Path) -> None:
         ('{"prompt": 7}\n', ["line 1", "int"]),
     ],
 )
-def test_bad_files_are_explained(tmp_path: Path, content: str, says: list[str]) -> None:
+def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path: Path, content: str, says: list[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(DataError) as raised:
@@ -83,7 +83,7 @@ def test_bad_files_are_explained(tmp_path: Path, content: str, says: list[str]) 
     assert all(word in str(raised.value) for word in ["bad.jsonl", *says])
 
 
-def test_missing_unknown_and_torn_files(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_an_unknown_format_and_a_torn_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_dataset(tmp_path / "nowhere.jsonl")
     with pytest.raises(DataError, match="is a folder"):
@@ -96,7 +96,7 @@ def test_missing_unknown_and_torn_files(tmp_path: Path) -> None:
         load_dataset(tmp_path / "a.parquet")
 
 
-def test_reading_data_does_not_import_torch() -> None:
+def test_importing_dataset_and_cursor_does_not_import_torch() -> None:
     code = "import understudy.rollout.dataset, understudy.rollout.cursor, understudy.engines.base, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -112,7 +112,7 @@ def keys_and_ordinals(cursor: PromptCursor, count: int) -> list[tuple[str, int]]
     batches=st.lists(st.integers(0, 9), max_size=6),
     more=st.integers(1, 30),
 )
-def test_a_restored_cursor_goes_on_exactly(
+def test_a_restored_cursor_issues_the_same_prompts_as_an_uninterrupted_one(
     size: int, seed: int, shuffle: bool, batches: list[int], more: int
 ) -> None:
     dataset = load_dataset([{"prompt": str(i)} for i in range(size)])
@@ -135,7 +135,7 @@ def test_every_epoch_issues_every_row_once(size: int, seed: int) -> None:
         assert [prompt.key for prompt in prompts] == [f"{epoch:05d}-{place:07d}" for place in range(size)]
 
 
-def test_the_order_depends_on_seed_and_epoch() -> None:
+def test_the_prompt_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         cursor = PromptCursor(load_dataset(ROWS), seed, shuffle=True)
         cursor.take(epoch * len(ROWS))
@@ -155,7 +155,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
         (load_dataset(ROWS), 1, False, "shuffle"),
     ],
 )
-def test_another_dataset_seed_or_order_is_refused(
+def test_a_cursor_state_of_another_dataset_seed_or_shuffle_is_refused(
     dataset: Dataset, seed: int, shuffle: bool, says: str
 ) -> None:
     state = PromptCursor(load_dataset(ROWS), 1, True).state()
@@ -163,7 +163,7 @@ def test_another_dataset_seed_or_order_is_refused(
         PromptCursor(dataset, seed, shuffle).restore(state)
 
 
-def test_seeds_are_63_bits_and_tell_everything_apart() -> None:
+def test_derived_seeds_are_63_bits_and_differ_for_every_combination_of_inputs() -> None:
     seeds = {
         derive_seed(r, e, k, s, t)
         for r in range(3)
@@ -179,8 +179,8 @@ def test_seeds_are_63_bits_and_tell_everything_apart() -> None:
 
 
 @pytest.mark.parametrize("rule", ["drop", "truncate_left"])
-def test_many_long_rows_among_many_take_no_time(rule: str) -> None:
-    """Looked up in a list, the long ones took half a minute here, and hours in a million rows."""
+def test_settling_ten_thousand_overlong_rows_takes_less_than_three_seconds(rule: str) -> None:
+    """Looking up the overlong rows in a list once took half a minute for this size, and hours for a million rows."""
     rows, every = 40_000, 4
     dataset = load_dataset([{"prompt": str(number)} for number in range(rows)])
     data = DataConfig.model_validate({"train": "rows.jsonl", "overlong": rule, "max_prompt_tokens": 10})

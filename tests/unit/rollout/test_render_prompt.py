@@ -1,4 +1,4 @@
-"""Rendering of prompts: the template's text, once, and errors that name the row."""
+"""Rendering of prompts by chat templates, ahead or one by one; errors name the row."""
 
 from datetime import date
 
@@ -19,7 +19,7 @@ def prompt(**fields: object) -> Prompt:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_chat_renders_as_the_template_says(family: str) -> None:
+def test_a_chat_prompt_is_tokenized_like_apply_chat_template(family: str) -> None:
     tokenizer = chat_tokenizer(family)
     ids = Renderer(tokenizer, context=500).render(prompt(messages=CHAT))
     assert ids.dtype == np.int32
@@ -30,7 +30,7 @@ def test_a_chat_renders_as_the_template_says(family: str) -> None:
     assert (ids == tokenizer.bos_token_id).sum() == (1 if tokenizer.bos_token_id is not None else 0)
 
 
-def test_plain_text_goes_without_a_template() -> None:
+def test_a_text_prompt_is_rendered_without_a_chat_template() -> None:
     tokenizer = chat_tokenizer("chatml")
     ids = Renderer(tokenizer, context=500).render(prompt(text="12+34="))
     assert tokenizer.decode(ids.tolist()) == "12+34="
@@ -55,8 +55,8 @@ LLAMA_DATE = (
 )
 
 
-def test_a_template_that_asks_for_the_date_gets_the_run_s() -> None:
-    """As those of Llama 3 and SmolLM3, which would render other prompts after a resume on another day."""
+def test_a_template_that_asks_for_the_date_gets_the_date_fixed_for_the_run() -> None:
+    """The templates of Llama 3 and SmolLM3 do this; after a resume on another day they would render other prompts."""
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = LLAMA_DATE
 
@@ -78,19 +78,19 @@ def test_a_template_that_asks_for_the_date_gets_the_run_s() -> None:
         RolloutConfig(template_date="26.7.2024")
 
 
-def test_rows_that_cannot_be_rendered_are_named() -> None:
+def test_a_prompt_that_the_template_refuses_is_named_in_the_error() -> None:
     renderer = Renderer(chat_tokenizer("gemma"), context=500)
     with pytest.raises(DataError, match=r"00000-0000003.*roles are user and assistant"):
         renderer.render(prompt(messages=({"role": "system", "content": "x"},)))
 
 
-def test_a_prompt_longer_than_the_context_gives_both_lengths() -> None:
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths() -> None:
     renderer = Renderer(chat_tokenizer("chatml"), context=20, reserve=8)
     with pytest.raises(DataError, match=r"00000-0000003 \(row 3\) has 30 tokens; the context is 20 and 8"):
         renderer.render(prompt(text="7" * 30))
 
 
-def test_a_chat_needs_a_template() -> None:
+def test_a_chat_prompt_is_refused_when_the_tokenizer_has_no_chat_template() -> None:
     tokenizer = chat_tokenizer("plain")
     template, tokenizer.chat_template = tokenizer.chat_template, None
     try:
@@ -101,7 +101,7 @@ def test_a_chat_needs_a_template() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_rendered_ahead_are_those_rendered_one_by_one(family: str) -> None:
+def test_prompts_rendered_ahead_equal_prompts_rendered_one_by_one(family: str) -> None:
     tokenizer = chat_tokenizer(family)
     tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
     prompts = [
@@ -120,7 +120,7 @@ def test_prompts_rendered_ahead_are_those_rendered_one_by_one(family: str) -> No
     assert ready.render(other).tolist() == alone.render(other).tolist()
 
 
-def test_one_bad_prompt_ahead_spoils_no_other() -> None:
+def test_a_bad_prompt_in_a_batch_rendered_ahead_fails_alone() -> None:
     renderer = Renderer(chat_tokenizer("chatml"), context=60)
     good, bad = prompt(key="a", messages=CHAT), prompt(key="b", messages=({"role": "user"},))
     long = prompt(key="c", messages=({"role": "user", "content": "letters " * 200},))
@@ -133,7 +133,7 @@ def test_one_bad_prompt_ahead_spoils_no_other() -> None:
         renderer.render(long)
 
 
-def test_what_is_ready_is_rendered_once() -> None:
+def test_a_prompt_rendered_ahead_is_not_rendered_again_until_the_next_batch() -> None:
     tokenizer = chat_tokenizer("chatml")
     renderer = Renderer(tokenizer, context=900)
     first, second = prompt(key="a", messages=CHAT), prompt(key="b", messages=CHAT)
@@ -151,7 +151,7 @@ def test_what_is_ready_is_rendered_once() -> None:
         tokenizer.chat_template = template
 
 
-def test_a_prompt_that_is_too_long_may_lose_its_beginning() -> None:
+def test_truncation_keeps_the_last_tokens_of_a_prompt_that_is_too_long() -> None:
     tokenizer = chat_tokenizer("chatml")
     whole = Renderer(tokenizer, context=500).render(prompt(messages=CHAT))
     cut = Renderer(tokenizer, context=500, max_prompt=10, truncate=True)
@@ -164,14 +164,14 @@ def test_a_prompt_that_is_too_long_may_lose_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ENDS])
-def test_the_end_of_a_turn_is_what_the_template_writes(family: str) -> None:
+def test_turn_end_is_the_token_with_which_the_template_ends_an_assistant_turn(family: str) -> None:
     tokenizer = chat_tokenizer(family)
     expected = tokenizer.convert_tokens_to_ids(ENDS.get(family, tokenizer.eos_token))
     assert Renderer(tokenizer, context=50).turn_end == expected
 
 
 @pytest.mark.parametrize("family", ENDS)
-def test_an_end_without_a_name_is_written_once_between_turns(family: str) -> None:
+def test_an_end_token_that_the_tokenizer_config_does_not_name_appears_once_between_turns(family: str) -> None:
     tokenizer = chat_tokenizer(family)
     renderer = Renderer(tokenizer, context=500)
     answered = [*CHAT, {"role": "assistant", "content": "84"}]
@@ -186,7 +186,7 @@ def test_an_end_without_a_name_is_written_once_between_turns(family: str) -> Non
 
 
 @pytest.mark.parametrize("chosen", ["terse", "{% for m in messages %}<{{ m.content }}>{% endfor %}"])
-def test_what_comes_after_a_turn_is_rendered_by_the_template_of_the_recipe(chosen: str) -> None:
+def test_messages_after_a_turn_are_rendered_by_the_template_chosen_in_the_recipe(chosen: str) -> None:
     tokenizer = chat_tokenizer("chatml")
     terse = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "no", "terse": terse}

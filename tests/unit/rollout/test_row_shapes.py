@@ -1,4 +1,4 @@
-"""Rows as other projects write them, several sources at once, and what is refused with the file and the row."""
+"""Rows as other projects write them, datasets of several sources, and rows that are refused with file and row."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def refused(row: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_several_files_are_one_dataset_and_each_row_knows_its_place(tmp_path: Path) -> None:
+def test_several_files_form_one_dataset_whose_rows_keep_their_file_and_line(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "b.jsonl", {"prompt": "1"}, {"prompt": "2"})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "3"}]), tmp_path / "a.parquet")
     dataset = load_dataset([first, str(tmp_path / "a.parquet")])
@@ -56,18 +56,18 @@ UNIFIED = [
         "tools": [tool("find", text={"type": "string"})],
     },
 ]
-"""Rows whose objects have different keys: in columns, each object has all keys of all rows, null where it had none."""
+"""Rows whose objects have different keys. Parquet gives each object the keys of all rows, null where it had none."""
 
 
-def test_objects_have_the_keys_of_their_own_row_alone(tmp_path: Path) -> None:
+def test_parquet_nulls_for_keys_of_other_rows_are_removed_from_nested_objects(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist(UNIFIED)
     assert table.to_pylist()[0]["messages"][0]["tool_calls"] is None
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for rows in (load_dataset(str(tmp_path / "rows.parquet")).rows, rows_of(table.to_pylist())):
-        assert list(rows) == UNIFIED, "a null of the row's own column, and one in a list, stays"
+        assert list(rows) == UNIFIED, "nulls that the row itself holds, in a column or in a list, are kept"
 
 
-def test_tools_as_text_are_tools() -> None:
+def test_a_tools_column_of_json_text_is_parsed() -> None:
     tools = [tool("add"), tool("find")]
     for text in (json.dumps(tools), json.dumps([json.dumps(one) for one in tools])):
         assert load_dataset([{"messages": CHAT, "tools": text}]).rows[0]["tools"] == tools
@@ -91,12 +91,12 @@ def test_tools_as_text_are_tools() -> None:
         ("1" * 5000, "tools is the text '1111"),
     ],
 )
-def test_tools_that_cannot_be_used_are_refused(tools: Any, message: str) -> None:
+def test_an_unusable_tools_column_is_refused_with_its_value(tools: Any, message: str) -> None:
     output = refused({"messages": CHAT, "tools": tools})
     assert f"data[1]: {message}" in output and "expected a list of function schemas" in output
 
 
-def test_a_glob_reads_its_files_in_order_and_another_file_is_another_dataset(tmp_path: Path) -> None:
+def test_a_glob_reads_files_in_sorted_order_and_an_added_file_changes_the_fingerprint(tmp_path: Path) -> None:
     for name in ("2.jsonl", "1.jsonl"):
         write_jsonl(tmp_path / name, {"prompt": name})
     dataset = load_dataset(str(tmp_path / "*.jsonl"))
@@ -109,14 +109,14 @@ def test_a_glob_reads_its_files_in_order_and_another_file_is_another_dataset(tmp
         load_dataset([str(tmp_path / "*.jsonl"), str(tmp_path / "1.jsonl")])
 
 
-def test_a_row_that_is_wrong_names_its_file_among_several(tmp_path: Path) -> None:
+def test_a_bad_row_names_its_file_among_several_files(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", {"prompt": "a"})
     bad = write_jsonl(tmp_path / "bad.jsonl", {"prompt": "a"}, {"answer": "b"})
     with pytest.raises(DataError, match=r"bad\.jsonl, line 2 has no prompt"):
         load_dataset([good, bad])
 
 
-def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
+def test_verl_rows_are_read_with_their_agent_name_and_ground_truth(tmp_path: Path) -> None:
     row = {
         "data_source": "openai/gsm8k", "prompt": CHAT, "ability": "math", "agent_name": "tool_agent",
         "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {"index": 0, "split": "train"},
@@ -130,14 +130,14 @@ def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
     assert load_dataset([{"messages": CHAT, "agent_name": "other"}]).rows[0]["agent"] == "other"
 
 
-def test_text_parts_are_text() -> None:
+def test_text_content_parts_of_a_message_are_joined_into_one_string() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": parts}]
     prompt = load_dataset([{"messages": messages}]).prompt(0, key="k", epoch=0)
     assert prompt.messages == (messages[0], {"role": "user", "content": "one two"})
 
 
-def test_what_a_student_cannot_read_is_refused_by_name() -> None:
+def test_rows_with_unsupported_content_are_refused_with_the_field_named() -> None:
     clip = [{"type": "text", "text": "?"}, {"type": "video", "video": "a.mp4"}]
     message = refused({"messages": [{"role": "user", "content": clip}]})
     assert "data[1]: messages[0].content[1] is of type 'video'" in message
@@ -148,8 +148,8 @@ def test_what_a_student_cannot_read_is_refused_by_name() -> None:
     assert "agent is 3" in refused({"prompt": "a", "agent": 3})
 
 
-def test_messages_without_text_are_refused_and_not_trained_as_empty_prompts() -> None:
-    """A chat template renders a missing content as nothing, or as "None"."""
+def test_a_message_without_content_is_refused() -> None:
+    """A chat template would render missing content as an empty string or as "None", and the run would train on it."""
     for wrong in ({"role": "user", "contents": "hi"}, {"role": "user", "content": None, "contents": 1}):
         message = refused({"messages": [CHAT[0], wrong]})
         assert "data[1]: messages[1] has no content (its keys: role, " in message and "contents)" in message
@@ -163,12 +163,14 @@ def test_messages_without_text_are_refused_and_not_trained_as_empty_prompts() ->
     assert load_dataset([{"messages": called}]).prompt(0, key="k", epoch=0).messages == tuple(called)
 
 
-def test_several_files_in_one_text_are_told_to_be_a_list(tmp_path: Path) -> None:
+def test_a_comma_separated_string_of_files_is_refused_with_the_list_to_write(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'several sources are a list: \["a.jsonl", "b.jsonl"\]'):
         load_dataset("a.jsonl,b.jsonl")
 
 
-def test_half_a_character_is_found(tmp_path: Path) -> None:
+def test_lone_surrogates_invalid_utf8_and_too_deep_nesting_are_refused_with_their_line(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "uni.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "ok"}]}\n{"prompt": "a\\ud83d"}\n')
     with pytest.raises(DataError, match=r"uni\.jsonl, line 2: prompt holds half of a character"):
@@ -194,18 +196,20 @@ def test_half_a_character_is_found(tmp_path: Path) -> None:
         ("prompts", None),
     ],
 )
-def test_which_names_are_of_the_hub(source: str, expected: HubDataset | None) -> None:
+def test_hub_dataset_names_are_told_from_paths_and_parsed(source: str, expected: HubDataset | None) -> None:
     assert hub_dataset(source) == expected
 
 
-def test_hub_datasets_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_without_the_datasets_extra_is_refused_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs the datasets extra: pip install .understudy\[datasets\]"):
         load_dataset("openai/gsm8k/main:train")
 
 
-def test_rows_given_as_objects_are_kept_as_a_file(tmp_path: Path) -> None:
+def test_rows_passed_as_objects_are_written_to_jsonl_and_wrong_objects_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": None, "level": 1}, {"messages": CHAT, "score": 0.5}]
     write_rows(rows, tmp_path / "rows.jsonl")
     assert list(load_dataset(tmp_path / "rows.jsonl").rows) == [{"prompt": "a", "level": 1}, rows[1]]

@@ -1,4 +1,4 @@
-"""One operation of a chat template cannot take all memory; honest templates render as in Jinja's own sandbox."""
+"""A single operation of a chat template cannot take all memory; ordinary templates render as in Jinja's own sandbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from understudy.rollout.render import Renderer
 from understudy.rollout.template_bounds import BoundedEnvironment
 from understudy.types.prompt import Prompt
 
-ONE = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
+PROMPT = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
 BIG = "{% set b = 'x' * 16000000 %}"
 NESTED = "{% set n = namespace(a=['x']) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
 
@@ -73,18 +73,18 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
-def test_one_operation_cannot_take_all_memory(template: str) -> None:
+def test_a_single_template_operation_that_would_exhaust_memory_is_refused(template: str) -> None:
     tokenizer = chat_tokenizer("plain")
-    honest = tokenizer.chat_template
+    original = tokenizer.chat_template
     tokenizer.chat_template = template
     before, started = psutil.Process().memory_info().rss, time.process_time()
     try:
         with pytest.raises(
             DataError, match=r"00000-0000003 cannot be rendered .*(at once|bits|not taken|Range too big)"
         ):
-            Renderer(tokenizer, context=500).render(ONE)
+            Renderer(tokenizer, context=500).render(PROMPT)
     finally:
-        tokenizer.chat_template = honest
+        tokenizer.chat_template = original
     assert psutil.Process().memory_info().rss - before < 700 << 20
     assert time.process_time() - started < 8
 
@@ -120,16 +120,16 @@ EVERYDAY = """
 {% filter upper %}block {{ 1 ~ 2 }}{% endfilter %}{% set c %}captured {{ n.k }}{% endset %}{{ c }}{{ 'x' if c is string else 'y' }}{{ ['b', 'a']|sort|tojson }}
 """
 ASSETS = [*(Path(understudy.__file__).parent / "assets").rglob("chat_template.jinja")]
-HONEST = {
+ORDINARY = {
     **{name: kind["template"] for name, kind in FAMILIES.items()},
     **{path.parent.name: path.read_text() for path in ASSETS},
     "everyday": EVERYDAY,
 }
 
 
-@pytest.mark.parametrize("template", HONEST.values(), ids=HONEST.keys())
+@pytest.mark.parametrize("template", ORDINARY.values(), ids=ORDINARY.keys())
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["", "tools"])
-def test_honest_templates_render_as_in_jinja_s_own_sandbox(
+def test_ordinary_templates_render_as_in_jinjas_own_sandbox(
     template: str, tools: list[dict[str, Any]] | None
 ) -> None:
     assert ASSETS

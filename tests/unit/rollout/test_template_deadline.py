@@ -1,4 +1,4 @@
-"""A chat template that does not end, or fills the memory, costs its prompt, and only a few seconds."""
+"""A chat template that does not end, or takes too much memory, fails its prompt within a few seconds."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ GROWING = """
 {%- set ns = namespace(x=['xxxxxxxxxx']) -%}
 {%- for i in range(99999) -%}{%- set ns.x = ns.x + ['x' * 50000 ~ i] -%}{%- endfor -%}
 """
-ONE = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
+PROMPT = Prompt("00000-0000003", 3, 0, "", messages=({"role": "user", "content": "hello"},))
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_deadline, "TEMPLATE_SECONDS", 0.3)
 
 
-def test_an_endless_chat_template_is_the_prompt_s_own_error() -> None:
+def test_an_endless_chat_template_fails_its_prompt_with_a_data_error() -> None:
     tokenizer = chat_tokenizer("chatml")
-    honest = tokenizer.chat_template
+    original = tokenizer.chat_template
     renderer = Renderer(tokenizer, context=500)
     tokenizer.chat_template = ENDLESS
     started = time.monotonic()
-    renderer.ahead([ONE])
+    renderer.ahead([PROMPT])
     with pytest.raises(DataError, match=r"00000-0000003 cannot be rendered .* did not end within 0\.3 s"):
-        renderer.render(ONE)
-    assert time.monotonic() - started < 30  # it has no end otherwise
-    tokenizer.chat_template = honest
-    assert "hello" in tokenizer.decode(renderer.render(ONE).tolist())
+        renderer.render(PROMPT)
+    assert time.monotonic() - started < 30  # without the deadline the template would never end
+    tokenizer.chat_template = original
+    assert "hello" in tokenizer.decode(renderer.render(PROMPT).tolist())
 
 
-def test_a_chat_template_that_fills_the_memory_is_the_prompt_s_own_error(
+def test_a_chat_template_that_exceeds_the_memory_limit_fails_its_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(template_deadline, "TEMPLATE_SECONDS", 60.0)
@@ -52,26 +52,28 @@ def test_a_chat_template_that_fills_the_memory_is_the_prompt_s_own_error(
     tokenizer.chat_template = GROWING
     before = psutil.Process().memory_info().rss
     with pytest.raises(DataError, match=r"cannot be rendered .* it took more than 200 MB of memory"):
-        renderer.render(ONE)
+        renderer.render(PROMPT)
     assert psutil.Process().memory_info().rss - before < 2 << 30
 
 
-def test_a_process_that_grows_for_another_reason_costs_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_allocated_by_another_thread_does_not_fail_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_deadline, "TEMPLATE_BYTES", 100 << 20)
     held: list[bytearray] = []
     other = threading.Thread(target=lambda: held.append(bytearray(b"1") * (200 << 20)))
     with within(20):
-        time.sleep(0.6)  # it waits for the processor
+        time.sleep(0.6)  # uses no CPU time
         other.start()
         time.sleep(0.6)
     other.join()
     assert len(held[0]) == 200 << 20
 
 
-def test_a_deadline_ends_nothing_after_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that end at the moment of their deadline; afterwards deadlines still work."""
+def test_a_deadline_that_expires_as_its_block_ends_does_not_interrupt_later_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of different lengths end just before, at or after their deadline; deadlines still work afterwards."""
     monkeypatch.setattr(template_deadline, "_LOOK_SECONDS", 0.0)
-    time.sleep(0.3)  # until the thread looks as often
+    time.sleep(0.3)  # lets the watching thread pick up the shorter interval
     late = 0
     for n in range(200):  # from shorter than the deadline to longer
         try:
@@ -90,7 +92,7 @@ def test_a_deadline_ends_nothing_after_its_block(monkeypatch: pytest.MonkeyPatch
             pass
 
 
-def test_the_thread_that_is_late_is_the_one_that_ends() -> None:
+def test_a_deadline_interrupts_only_the_thread_that_exceeds_it() -> None:
     ended: list[str] = []
 
     def late() -> None:
@@ -108,8 +110,8 @@ def test_the_thread_that_is_late_is_the_one_that_ends() -> None:
     assert ended == ["it did not end within 0.3 s"]
 
 
-def test_time_in_which_the_thread_does_not_run_does_not_count() -> None:
-    """As in a process that is stopped for a while."""
+def test_time_in_which_the_thread_does_not_run_does_not_count_toward_the_deadline() -> None:
+    """For example in a process that is stopped for a while."""
     begun = time.monotonic()
     with within(0.3):
         time.sleep(1.0)

@@ -16,7 +16,7 @@ from understudy.planning.teacher_checks import answers_given
 from understudy.rollout.dataset import load_dataset
 from understudy.types.prompt import Prompt
 
-ASKED = {"role": "user", "content": "What colour is the sky?"}
+USER = {"role": "user", "content": "What colour is the sky?"}
 ANSWER = {"role": "assistant", "content": "It is blue."}
 
 
@@ -40,15 +40,20 @@ def recipe(**rollout: Any) -> Any:
     [
         ({"prompt": "The sky is"}, "The sky is", (), None),
         ({"prompt": "The sky is", "completion": " blue."}, "The sky is", (), " blue."),
-        ({"prompt": [ASKED]}, None, (ASKED,), None),
-        ({"prompt": [ASKED], "completion": [ANSWER]}, None, (ASKED,), [ANSWER]),
-        ({"prompt": [ASKED], "completion": "It is blue."}, None, (ASKED,), "It is blue."),
-        ({"messages": [ASKED]}, None, (ASKED,), None),
-        ({"messages": [ASKED, ANSWER]}, None, (ASKED,), "It is blue."),
-        ({"messages": [ASKED, ANSWER, ASKED, ANSWER]}, None, (ASKED, ANSWER, ASKED), "It is blue."),
+        ({"prompt": [USER]}, None, (USER,), None),
+        ({"prompt": [USER], "completion": [ANSWER]}, None, (USER,), [ANSWER]),
+        ({"prompt": [USER], "completion": "It is blue."}, None, (USER,), "It is blue."),
+        ({"messages": [USER]}, None, (USER,), None),
+        ({"messages": [USER, ANSWER]}, None, (USER,), "It is blue."),
+        (
+            {"messages": [USER, ANSWER, USER, ANSWER]},
+            None,
+            (USER, ANSWER, USER),
+            "It is blue.",
+        ),
     ],
 )
-def test_every_format_is_read_as_it_is(
+def test_every_trl_row_format_is_read_from_lists_jsonl_and_parquet(
     tmp_path: Path, row: dict[str, Any], text: str | None, messages: tuple[Any, ...], completion: Any
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -59,34 +64,34 @@ def test_every_format_is_read_as_it_is(
         assert prompt.columns.get("completion") == completion
 
 
-def test_a_dataset_of_the_datasets_library(tmp_path: Path) -> None:
+def test_a_dataset_of_the_datasets_library_gives_messages_and_completion(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason='pip install "understudy[datasets]"')
-    rows = datasets.Dataset.from_list([{"prompt": [ASKED], "completion": [ANSWER]}])
+    rows = datasets.Dataset.from_list([{"prompt": [USER], "completion": [ANSWER]}])
     prompt = load_dataset(rows.to_list()).prompt(0, key="k", epoch=0)
-    assert prompt.messages == (ASKED,) and prompt.columns["completion"] == [ANSWER]
+    assert prompt.messages == (USER,) and prompt.columns["completion"] == [ANSWER]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": [ANSWER]}, "nothing left to answer"),
-        ({"messages": [ASKED, ANSWER, ANSWER]}, "nothing left to answer"),
-        ({"messages": [ASKED, ANSWER], "completion": "blue"}, "has a `completion` too"),
-        ({"messages": [ASKED, {**ANSWER, "tool_calls": [{}]}]}, r"not an answer in text \(a message with tool calls\)"),
+        ({"messages": [USER, ANSWER, ANSWER]}, "nothing left to answer"),
+        ({"messages": [USER, ANSWER], "completion": "blue"}, "has a `completion` too"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, r"not an answer in text \(a message with tool calls\)"),
         ({"prompt": "", "answer": "blue"}, "`prompt` is empty"),
         ({"messages": []}, "`messages` is empty"),
         ({"text": "The sky is blue."}, r"has no prompt \(columns: text\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused(row: dict[str, Any], message: str) -> None:
+def test_a_row_that_cannot_be_read_is_refused_with_the_reason(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(row)
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [ASKED, ANSWER]}, {"prompt": [ASKED], "completion": [ANSWER]}, {"prompt": "a", "completion": "b"}]
+    "row", [{"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}, {"prompt": "a", "completion": "b"}]
 )  # fmt: skip
-def test_completions_are_given_answers_where_asked(row: dict[str, Any]) -> None:
+def test_completions_are_used_as_given_answers_when_answer_column_names_them(row: dict[str, Any]) -> None:
     dataset = load_dataset([row])
     assert answers_given(recipe(answer_column="completion"), dataset) == []
     (message,) = answers_given(recipe(), dataset)
@@ -97,13 +102,13 @@ def test_completions_are_given_answers_where_asked(row: dict[str, Any]) -> None:
 def test_a_completion_of_several_messages_is_refused_as_an_answer() -> None:
     (message,) = answers_given(
         recipe(answer_column="completion"),
-        load_dataset([{"prompt": [ASKED], "completion": [ANSWER, ANSWER]}]),
+        load_dataset([{"prompt": [USER], "completion": [ANSWER, ANSWER]}]),
     )
     assert "'completion' (2 messages, expected one)" in message
 
 
-def test_check_tells_of_messages_that_are_written_anew() -> None:
-    dataset = load_dataset([{"messages": [ASKED, ANSWER]}, {"messages": [ASKED]}])
+def test_check_notes_how_many_chats_end_with_an_assistant_message() -> None:
+    dataset = load_dataset([{"messages": [USER, ANSWER]}, {"messages": [USER]}])
     found = check_rows(recipe(), dataset, "data.train", PromptLimits(None), None, lambda _: None)
     (note,) = found.notes
     assert note.startswith("data.train: 1 of 2 chats end with an assistant message")

@@ -1,4 +1,4 @@
-"""What a run came to is known, and its process gone, whatever still hangs in a thread."""
+"""A run reports its result and its process exits, even if a thread hangs."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ from understudy.errors import ClusterError
 from understudy.run.entry import run_to_its_end
 
 
-def test_an_error_does_not_wait_for_a_thread() -> None:
+def test_an_error_of_a_run_is_raised_without_waiting_for_a_hanging_thread() -> None:
     release = threading.Event()
 
     async def work() -> None:
@@ -33,7 +33,7 @@ def test_an_error_does_not_wait_for_a_thread() -> None:
 
 
 def test_an_exception_raised_by_a_signal_handler_is_not_replaced_by_the_cancelled_task() -> None:
-    """A timeout of a test runner is raised in this way: in the event loop, outside of every task."""
+    """A test runner raises its timeout in this way: in the event loop, outside of every task."""
 
     class TooLate(BaseException):
         pass
@@ -46,7 +46,7 @@ def test_an_exception_raised_by_a_signal_handler_is_not_replaced_by_the_cancelle
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            raise KeyboardInterrupt from None  # as a run that is interrupted while it starts
+            raise KeyboardInterrupt from None  # a run that is interrupted during its start does this
 
     previous = signal.signal(signal.SIGALRM, too_late)
     # pytest-timeout uses the same timer.
@@ -59,7 +59,7 @@ def test_an_exception_raised_by_a_signal_handler_is_not_replaced_by_the_cancelle
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
 
 
-def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
+def test_background_tasks_can_use_threads_while_they_are_cancelled_and_are_waited_for() -> None:
     closed: list[str] = []
 
     async def works_until_the_end() -> None:
@@ -99,7 +99,7 @@ sys.exit(program())
 @pytest.mark.parametrize(
     ("how", "code", "message"), [("fails", 2, "no teacher is left"), ("ends well", 0, "")]
 )
-def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, message: str) -> None:
+def test_a_command_exits_while_a_thread_hangs(how: str, code: int, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, how], capture_output=True, text=True, timeout=60, check=False
     )
@@ -123,8 +123,8 @@ sys.exit(7)
 """
 
 
-def test_a_process_that_goes_on_after_a_run_is_left_alone() -> None:
-    """Also while a later run has threads of its own."""
+def test_a_process_that_continues_after_a_run_is_not_ended() -> None:
+    """Nor is it ended while a later run uses threads."""
     done = subprocess.run(
         [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60, check=False
     )

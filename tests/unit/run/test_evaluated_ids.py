@@ -1,4 +1,4 @@
-"""`understudy eval RUN` answers over the ids that the run may use, as its own evaluation does."""
+"""`understudy eval RUN` samples from the ids that the run may use, as the evaluation inside the run does."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ def greedy(student: LoadedModel, sampling: Sampling) -> list[int]:
     return asyncio.run(body())
 
 
-def test_an_id_that_another_model_of_the_run_lacks_is_not_written(
+def test_eval_never_generates_an_id_that_another_model_of_the_run_lacks(
     student: LoadedModel, tmp_path: Path
 ) -> None:
     run, rollout = RunDir.create(str(tmp_path / "run"), "r"), RolloutConfig(max_new_tokens=8, temperature=0.0)
     free = greedy(student, _sampling(rollout, student, run))
-    assert _sampling(rollout, student, None) == _sampling(rollout, student, run), "no ids were kept"
+    assert _sampling(rollout, student, None) == _sampling(rollout, student, run), (
+        "the run has not stored its usable ids"
+    )
     keep_usable_ids(run, UsableIds(44, (free[0],)))
     sampling = _sampling(rollout, student, run)
     assert sampling.unusable_ids() == [free[0]]
     assert free[0] not in greedy(student, sampling)
-    keep_usable_ids(run, UsableIds(44))  # every row of its head
+    keep_usable_ids(run, UsableIds(44))  # all 44 ids are usable
     assert greedy(student, _sampling(rollout, student, run)) == free

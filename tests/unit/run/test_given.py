@@ -1,4 +1,4 @@
-"""Rows and functions of a Python caller, as a recipe holds them; what another process could not find again is refused."""
+"""How a recipe stores rows and functions of a Python caller. What another process could not find is refused."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ class Judge:
         return 0.0
 
 
-def test_functions_and_classes_become_names() -> None:
+def test_functions_and_classes_become_import_names_in_the_recipe() -> None:
     table = {
         "data": {"train": Path("rows.jsonl"), "reward": exact_match},
         "rollout": {"agent": Judge, "agent_options": {"tool": {"tools": [Judge.static]}}},
@@ -54,12 +54,12 @@ def test_functions_and_classes_become_names() -> None:
         (Judge().score, "test_given:Judge.score is another object than the one given"),
     ],
 )
-def test_what_cannot_be_found_again_is_refused(thing: Any, message: str) -> None:
+def test_objects_that_another_process_could_not_import_are_refused(thing: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         name_of(thing, "data.reward")
 
 
-def test_a_function_inside_a_function_is_refused() -> None:
+def test_a_function_defined_inside_a_function_is_refused() -> None:
     def reward(row: dict[str, Any], text: str) -> float:
         return 0.0
 
@@ -91,7 +91,7 @@ def main():
         ("main()", ["-c"], "was typed into a notebook or an interpreter"),
     ],
 )
-def test_a_script_may_hold_its_own_reward_where_it_can_be_imported(
+def test_a_reward_defined_in_a_script_is_accepted_if_the_script_can_be_imported(
     tmp_path: Path, call: str, how: list[str], message: str
 ) -> None:
     script = SCRIPT.format(call=call)
@@ -104,7 +104,7 @@ def test_a_script_may_hold_its_own_reward_where_it_can_be_imported(
 
 
 class Split:
-    """What `datasets.Dataset` looks like: a length, columns, rows by iteration."""
+    """Has the interface of `datasets.Dataset`: a length, columns, rows by iteration."""
 
     column_names = ("prompt", "answer")
 
@@ -116,7 +116,7 @@ class Split:
         yield {"prompt": "é", "answer": None, "more": {"a": (1, 2)}}
 
 
-def test_rows_become_a_file_and_stay_with_the_run(tmp_path: Path) -> None:
+def test_given_rows_are_written_to_files_in_a_temporary_folder(tmp_path: Path) -> None:
     expected = [{"prompt": "1+1=", "answer": 2, "ids": [0, 1]}, {"prompt": "é", "more": {"a": [1, 2]}}]
     given = {"data": {"train": Split(), "eval": (row for row in Split()), "shuffle": True}}
     with storable(given) as (plain, rows):
@@ -129,7 +129,7 @@ def test_rows_become_a_file_and_stay_with_the_run(tmp_path: Path) -> None:
     assert not rows.folder.exists()
 
 
-def test_several_files_are_no_rows() -> None:
+def test_a_list_of_paths_is_not_taken_for_rows() -> None:
     with storable({"data": {"train": [Path("a.jsonl"), "b.jsonl"]}}) as (plain, rows):
         assert plain["data"]["train"] == ["a.jsonl", "b.jsonl"] and not list(rows.folder.iterdir())
 
@@ -153,18 +153,18 @@ def test_several_files_are_no_rows() -> None:
         (b"rows", r"data\.train is a bytes"),
     ],
 )
-def test_what_are_no_rows_is_said_in_one_line(data: Any, message: str) -> None:
+def test_data_that_are_not_rows_are_refused_with_the_reason(data: Any, message: str) -> None:
     with pytest.raises(UnderstudyError, match=message), storable({"data": {"train": data}}):
         pass
 
 
-def test_a_run_directory_that_was_moved_finds_its_rows(tmp_path: Path) -> None:
-    run, elsewhere = RunDir(tmp_path / "run"), str(tmp_path / "prompts.jsonl")
+def test_the_recipe_of_a_moved_run_directory_has_its_data_at_the_new_path(tmp_path: Path) -> None:
+    run, outside = RunDir(tmp_path / "run"), str(tmp_path / "prompts.jsonl")
     run.path.mkdir()
-    table = {"run": {"dir": "run"}, "data": {"train": ["run/data/train.jsonl", elsewhere], "eval": "running"}}
+    table = {"run": {"dir": "run"}, "data": {"train": ["run/data/train.jsonl", outside], "eval": "running"}}
     write_atomically(run.recipe, json.dumps(table))
     moved = RunDir(run.path.rename(tmp_path / "moved"))
     assert moved.read_recipe() == {
         "run": {"dir": str(moved.path)},
-        "data": {"train": [str(moved.data / "train.jsonl"), elsewhere], "eval": "running"},
+        "data": {"train": [str(moved.data / "train.jsonl"), outside], "eval": "running"},
     }

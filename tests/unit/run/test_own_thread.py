@@ -1,4 +1,4 @@
-"""A run on its own thread ends at the first interrupt, whichever way the caller runs its event loop."""
+"""A run on its own thread ends at the first interrupt, however the caller runs its event loop."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ else:
 
 
 @pytest.mark.parametrize("way", ["asyncio.run", "run_until_complete"])
-def test_the_first_interrupt_reaches_the_run(way: str) -> None:
+def test_the_first_interrupt_ends_a_run_on_its_own_thread(way: str) -> None:
     command = [sys.executable, "-c", PROGRAM, way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["interrupted", "True", "True"], done.stdout + done.stderr

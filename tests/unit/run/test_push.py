@@ -14,8 +14,10 @@ from understudy.run.push import check_pushable, push
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with fake_hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # as HF_ENDPOINT, which is read at the import
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage has a protocol of its own
+        monkeypatch.setattr(
+            constants, "ENDPOINT", hub.url
+        )  # has the effect of HF_ENDPOINT, which is read on import
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # Xet storage uses a different protocol
         monkeypatch.setenv("HF_TOKEN", hub.token)
         yield hub
 
@@ -29,18 +31,20 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-def test_the_folder_arrives_whole_in_a_private_repository(hub: FakeHub, folder: Path) -> None:
+def test_push_uploads_all_files_to_a_private_repository_by_default(hub: FakeHub, folder: Path) -> None:
     check_pushable("my-org/my-student")
     assert push(folder, "my-org/my-student") == f"{hub.url}/my-org/my-student (private)"
     assert hub.files["my-org/my-student"] == {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / "README.md").write_text("second\n")
     address = push(folder, "my-org/my-student", public=True)
-    assert address.endswith("(private)"), "a repository keeps its visibility"
+    assert address.endswith("(private)"), "a second push changed the visibility of the repository"
     assert hub.files["my-org/my-student"]["README.md"] == b"second\n"
     assert push(folder, "my-org/other", public=True) == f"{hub.url}/my-org/other (public)"
 
 
-def test_a_refusal_is_the_hubs_own_words(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_push_reports_the_message_of_the_hub(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UnderstudyError, match="refused with 403: You don't have the rights") as refused:
         push(folder, "not-mine/student")
     assert f"the exported folder is complete: {folder}" in str(refused.value)
@@ -49,7 +53,7 @@ def test_a_refusal_is_the_hubs_own_words(hub: FakeHub, folder: Path, monkeypatch
         push(folder, "my-org/student")
 
 
-def test_without_a_network_the_folder_stays_and_the_next_command_is_told(
+def test_a_push_without_a_network_reports_the_command_that_repeats_it(
     hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -58,7 +62,7 @@ def test_without_a_network_the_folder_stays_and_the_next_command_is_told(
     assert f"hf upload my-org/student {folder}" in str(error.value)
 
 
-def test_what_cannot_be_pushed_is_said_before_anything_is_written(
+def test_a_wrong_name_a_missing_token_or_offline_mode_is_refused_before_any_request(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("student", "a/b/c", "/b", "../b"):

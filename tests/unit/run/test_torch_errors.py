@@ -1,4 +1,4 @@
-"""What torch says about a GPU is told by the keys that decide about it."""
+"""Errors of torch about memory and determinism are explained with the recipe keys to change."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ MESSAGE = (
 )
 
 
-def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
+def test_an_out_of_memory_error_on_the_gpu_names_the_sizes_and_the_keys_to_set() -> None:
     explanation = explained(torch.OutOfMemoryError(MESSAGE), RECIPE)
     assert isinstance(explanation, PolicyError)
     first, *ways = str(explanation).splitlines()
@@ -35,8 +35,8 @@ def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
     assert "student.gradient_checkpointing = true" in ways[2]
 
 
-def test_a_driver_without_memory_names_what_to_set() -> None:
-    """Other processes hold the GPU: the driver refuses, before torch's allocator counts anything."""
+def test_an_out_of_memory_error_of_the_driver_names_the_keys_to_set() -> None:
+    """Other processes hold the GPU's memory: the driver refuses before torch's allocator counts anything."""
     text = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
     explanation = explained(torch.AcceleratorError(text), RECIPE)
     assert isinstance(explanation, PolicyError)
@@ -52,18 +52,20 @@ def test_a_driver_without_memory_names_what_to_set() -> None:
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
     ],
 )
-def test_a_machine_without_memory_names_what_to_set_and_that_a_resume_goes_on(error: Exception) -> None:
+def test_an_out_of_memory_error_of_the_host_names_the_keys_to_set_and_the_resume_command(
+    error: Exception,
+) -> None:
     explanation = str(explained(error, RECIPE))
     for part in ("out of memory", "understudy resume", "trainer.micro_batch_tokens (now 65536)", "replicas"):
         assert part in explanation
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_returned_unchanged() -> None:
     error = DataError("a row")
     assert explained(error, RECIPE) is error
 
 
-def test_an_operation_that_cannot_repeat_is_named_with_the_key_that_allows_it() -> None:
+def test_a_nondeterministic_operation_is_named_with_the_key_that_allows_it() -> None:
     with pytest.raises(RuntimeError) as refused:
         _refused_by_torch()
     explanation = explained(refused.value, RECIPE)

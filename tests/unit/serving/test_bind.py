@@ -1,4 +1,4 @@
-"""Where servers listen, and how their replies leave."""
+"""The addresses that servers bind, and the options of their sockets."""
 
 import asyncio
 import socket
@@ -9,8 +9,8 @@ from understudy.serving.bind import StartError, bind_socket
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_small_replies_do_not_wait_to_be_sent(host: str) -> None:
-    """A reply goes out as head and body. Without TCP_NODELAY the body waits until the head is acknowledged, 40 ms on Linux."""
+def test_accepted_connections_have_tcp_nodelay(host: str) -> None:
+    """A reply is sent as head and body. Without TCP_NODELAY the body waits until the head is acknowledged: 40 ms on Linux."""
 
     async def scenario() -> int:
         found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -41,12 +41,12 @@ def _bound(host: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", "127.0.0.1:http", "127.0.0.1:70000", ":8700"])
-def test_an_address_that_is_none_is_explained(bind: str) -> None:
+def test_an_invalid_address_is_refused_with_the_expected_form(bind: str) -> None:
     with pytest.raises(StartError, match="expected HOST:PORT"):
         bind_socket(bind, None)
 
 
-def test_beyond_this_machine_only_with_a_token() -> None:
+def test_binding_beyond_loopback_is_refused_without_a_token() -> None:
     with pytest.raises(StartError, match="refused without a token"):
         bind_socket("0.0.0.0:0", None)
     bind_socket("0.0.0.0:0", "a token").close()

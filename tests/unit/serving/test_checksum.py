@@ -1,4 +1,4 @@
-"""A body that is damaged on its way is told as a broken connection, in both directions."""
+"""A body that is damaged in transit counts as a broken connection, in both directions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,11 +29,13 @@ async def bare(http: Request) -> Response:
 
 
 @asynccontextmanager
-async def by_relay(asks: bool, answers: bool) -> AsyncIterator[ServerClient]:
+async def client_through_a_damaging_relay(
+    damage_requests: bool, damage_answers: bool
+) -> AsyncIterator[ServerClient]:
     """A client whose bodies lose a bit on the way to the server, or on the way back."""
     routes = [
         Route("/echo", answering(echo), methods=["POST"]),
-        Route("/other", bare, methods=["POST"]),  # as a server that is not ours: no checksum
+        Route("/other", bare, methods=["POST"]),  # like a third-party server: no checksum
     ]
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="error"))
     serving = asyncio.create_task(server.serve())
@@ -48,7 +50,9 @@ async def by_relay(asks: bool, answers: bool) -> AsyncIterator[ServerClient]:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_server = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(carry(reader, to_server[1], asks), carry(to_server[0], writer, answers))
+        await asyncio.gather(
+            carry(reader, to_server[1], damage_requests), carry(to_server[0], writer, damage_answers)
+        )
 
     relay = await asyncio.start_server(accept, "127.0.0.1", 0)
     client = ServerClient(
@@ -63,30 +67,33 @@ async def by_relay(asks: bool, answers: bool) -> AsyncIterator[ServerClient]:
         await serving
 
 
-@pytest.mark.parametrize(("asks", "answers"), [(True, False), (False, True)])
-def test_a_damaged_body_is_a_broken_connection(asks: bool, answers: bool) -> None:
+@pytest.mark.parametrize(("damage_requests", "damage_answers"), [(True, False), (False, True)])
+def test_a_damaged_request_or_answer_raises_server_gone(damage_requests: bool, damage_answers: bool) -> None:
     async def scenario() -> None:
-        async with by_relay(asks, answers) as client:
-            which = "request" if asks else "answer"
+        async with client_through_a_damaging_relay(damage_requests, damage_answers) as client:
+            which = "request" if damage_requests else "answer"
             with pytest.raises(ServerGone, match=f"/echo failed: .*the body of the {which} was damaged"):
                 await client.ask("/echo", PAYLOAD)
 
     asyncio.run(scenario())
 
 
-def test_a_whole_body_passes_and_one_without_a_checksum_is_taken() -> None:
+def test_an_intact_body_and_a_body_without_a_checksum_are_accepted() -> None:
     async def scenario() -> None:
-        async with by_relay(asks=False, answers=False) as client:
+        async with client_through_a_damaging_relay(damage_requests=False, damage_answers=False) as client:
             assert (await client.ask("/echo", PAYLOAD)).body == PAYLOAD
-        async with by_relay(asks=False, answers=True) as client:
+        async with client_through_a_damaging_relay(damage_requests=False, damage_answers=True) as client:
             assert (await client.ask("/other", PAYLOAD)).body == b"scorer of a row"
 
     asyncio.run(scenario())
 
 
-def test_a_server_says_that_the_request_was_damaged() -> None:
+def test_a_server_answers_a_damaged_request_with_its_own_status_and_advice_to_send_it_again() -> None:
     async def scenario() -> None:
-        async with by_relay(asks=False, answers=False) as client, aiohttp.ClientSession() as session:
+        async with (
+            client_through_a_damaging_relay(damage_requests=False, damage_answers=False) as client,
+            aiohttp.ClientSession() as session,
+        ):
             url = client.endpoint.url + "/echo"
             async with session.post(url, data=PAYLOAD, headers={HEADER: "00000000"}) as answer:
                 assert answer.status == DAMAGED

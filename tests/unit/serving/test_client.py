@@ -1,4 +1,4 @@
-"""The client of one server: connections are used again and bounded, and failures have their own errors."""
+"""The client of one server: its connections are reused and bounded, and each kind of failure has its own error."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ Answer = Callable[[bytes], Awaitable[bytes | None]]
 
 
 class Server:
-    """Answers each request with what `answer` makes of its path; None hangs up."""
+    """Answers each request with `answer(path)`. None closes the connection."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -104,17 +104,17 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
         ("", None, None),
     ],
 )
-def test_the_time_that_a_server_asks_for(header: str, clock: str | None, seconds: float | None) -> None:
+def test_retry_after_reads_seconds_and_dates(header: str, clock: str | None, seconds: float | None) -> None:
     assert retry_after({"Retry-After": header} | ({"Date": clock} if clock else {})) == seconds
 
 
-def test_a_date_without_the_server_s_clock_is_compared_with_ours() -> None:
+def test_a_retry_after_date_without_a_date_header_is_compared_with_the_local_clock() -> None:
     found = retry_after({"Retry-After": formatdate(time.time() + 60, usegmt=True)})
     assert found is not None and 50 < found <= 60
 
 
 @pytest.mark.parametrize(("status", "seconds"), [(429, 7.0), (503, 7.0), (500, None), (200, None)])
-def test_a_busy_server_s_answer_says_how_long_to_wait(status: int, seconds: float | None) -> None:
+def test_retry_after_is_read_from_429_and_503_answers_only(status: int, seconds: float | None) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 %d X\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n" % status)
@@ -133,7 +133,7 @@ def test_a_busy_server_s_answer_says_how_long_to_wait(status: int, seconds: floa
     run(scenario)
 
 
-def test_one_after_another_takes_one_connection() -> None:
+def test_sequential_requests_use_one_connection() -> None:
     async def scenario() -> None:
         async with client_of(echo) as (client, server):
             for number in range(5):
@@ -144,7 +144,7 @@ def test_one_after_another_takes_one_connection() -> None:
     run(scenario)
 
 
-def test_many_at_once_are_bounded_and_each_gets_its_own_answer() -> None:
+def test_concurrent_requests_use_at_most_the_given_number_of_connections() -> None:
     async def scenario() -> None:
         async def slowly(path: bytes) -> bytes:
             await asyncio.sleep(0.01)
@@ -158,7 +158,7 @@ def test_many_at_once_are_bounded_and_each_gets_its_own_answer() -> None:
     run(scenario)
 
 
-def test_a_connection_the_server_has_closed_is_not_used_again() -> None:
+def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
     async def scenario() -> None:
         async with client_of(echo) as (client, server):
             await get(client, "/1")
@@ -170,20 +170,20 @@ def test_a_connection_the_server_has_closed_is_not_used_again() -> None:
     run(scenario)
 
 
-def test_every_failure_has_its_error() -> None:
+def test_disconnects_timeouts_and_closed_clients_raise_their_own_errors() -> None:
     async def scenario() -> None:
-        async def moods(path: bytes) -> bytes | None:
+        async def respond(path: bytes) -> bytes | None:
             if path == b"/slow":
                 await asyncio.sleep(5)
             return None if path == b"/rude" else path
 
-        async with client_of(moods) as (client, server):
+        async with client_of(respond) as (client, server):
             with pytest.raises(ServerGone, match="server: /rude failed: ServerDisconnectedError"):
                 await client.ask("/rude", b"x")
             with pytest.raises(ServerTimeout, match=r"server: no answer to /slow within 0\.1 s"):
                 await get(client, "/slow", timeout_s=0.1)
             assert await get(client, "/kind") == "/kind"
-            assert server.opened == 3, "a spoilt connection is not used again"
+            assert server.opened == 3, "a failed connection was used again"
             assert not await client.answers(0.1, "/slow") and not await client.answers(1.0, "/rude")
         with pytest.raises(ServerGone, match="its connections were closed"):
             await get(client, "/late")
@@ -215,8 +215,8 @@ def test_the_reason_of_a_refusal_is_read_from_the_usual_forms(body: bytes, reaso
         assert reply.ours is ours
 
 
-def test_giving_up_fails_what_waits_at_once() -> None:
-    """A machine that loses its power closes no connection: its requests would wait for ever."""
+def test_give_up_fails_all_waiting_requests_at_once() -> None:
+    """A machine that loses power closes no connection, so requests to it would wait forever."""
 
     async def scenario() -> None:
         async def never(path: bytes) -> bytes:
@@ -234,7 +234,7 @@ def test_giving_up_fails_what_waits_at_once() -> None:
     run(scenario)
 
 
-def test_a_request_that_is_given_up_makes_room() -> None:
+def test_a_cancelled_request_frees_its_connection_for_the_next() -> None:
     async def scenario() -> None:
         async def stuck(path: bytes) -> bytes:
             if path == b"/stuck":
@@ -242,18 +242,18 @@ def test_a_request_that_is_given_up_makes_room() -> None:
             return path
 
         async with client_of(stuck, most=1) as (client, server):
-            waiting = asyncio.create_task(get(client, "/stuck"))
-            behind = asyncio.create_task(get(client, "/behind"))
+            stuck_request = asyncio.create_task(get(client, "/stuck"))
+            queued_request = asyncio.create_task(get(client, "/behind"))
             await asyncio.sleep(0.05)
-            waiting.cancel()
-            assert await behind == "/behind"
+            stuck_request.cancel()
+            assert await queued_request == "/behind"
             assert await get(client, "/next") == "/next"
             assert server.opened <= 3
 
     run(scenario)
 
 
-def test_no_connection_stays_open_after_the_end_or_for_ever() -> None:
+def test_idle_connections_are_closed_after_keep_alive_and_all_when_the_client_closes() -> None:
     async def scenario() -> None:
         async with client_of(echo, keep_alive_s=0.05) as (client, server):
             await asyncio.gather(*(get(client, f"/{number}") for number in range(6)))
@@ -269,8 +269,8 @@ def test_no_connection_stays_open_after_the_end_or_for_ever() -> None:
     run(scenario)
 
 
-def test_requests_that_are_there_when_it_ends_fail_in_known_words_and_leave_nothing_open() -> None:
-    """Those under way, those that wait their turn, and those that have just taken a connection."""
+def test_closing_the_client_fails_pending_requests_with_server_gone_and_closes_all_connections() -> None:
+    """Requests that are running, that wait for a connection, and that have just taken one."""
 
     async def scenario() -> None:
         async def slow(path: bytes) -> bytes:
@@ -291,7 +291,7 @@ def test_requests_that_are_there_when_it_ends_fail_in_known_words_and_leave_noth
     run(scenario)
 
 
-def test_through_a_unix_socket(tmp_path: Path) -> None:
+def test_a_request_goes_through_a_unix_socket(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = Server(echo)
         listening = await asyncio.start_unix_server(server.serve, tmp_path / "s")
@@ -306,7 +306,7 @@ def test_through_a_unix_socket(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["http://user:secret@127.0.0.1:9", "http://127.0.0.1:99999", f"http://{'a' * 70}.example:9"]
 )
-def test_an_address_that_cannot_be_used_is_a_lasting_problem(url: str) -> None:
+def test_an_unusable_address_is_a_lasting_error_that_does_not_show_the_password(url: str) -> None:
     async def scenario() -> None:
         client = ServerClient("gateway", Endpoint(url, "k3y"))
         with pytest.raises(ServerGone, match="gateway: /health failed: its address cannot be used") as raised:

@@ -1,4 +1,4 @@
-"""Frames between our processes: what goes in comes out, and anything else is refused with a reason."""
+"""Frames between our processes: values are unchanged by encoding and decoding, and damage is refused with a reason."""
 
 import asyncio
 import socket
@@ -24,7 +24,9 @@ DTYPES = ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 2), (0, 4), (2, 3, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_come_out_as_they_went_in(dtype: str, shape: tuple[int, ...]) -> None:
+def test_arrays_of_every_type_and_shape_are_unchanged_after_encoding_and_decoding(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
     between = {"before": np.arange(3, dtype=np.int8), "it": [array], "after": np.arange(2.0)}
     back = ANYTHING.decode(encode(between))
@@ -34,7 +36,7 @@ def test_arrays_come_out_as_they_went_in(dtype: str, shape: tuple[int, ...]) -> 
     np.testing.assert_array_equal(back["after"], [0.0, 1.0])
 
 
-def test_arrays_of_another_layout_or_byte_order_keep_their_values() -> None:
+def test_strided_and_big_endian_arrays_keep_their_values() -> None:
     grid = np.arange(12, dtype=">i4").reshape(3, 4)
     back = ANYTHING.decode(encode([grid.T, grid[::2, 1:]]))
     np.testing.assert_array_equal(back[0], grid.T)
@@ -50,7 +52,7 @@ def test_decoded_arrays_are_aligned_views_of_the_frame() -> None:
     assert not ANYTHING.decode(bytes(frame))["ids"].flags.writeable
 
 
-def test_what_a_frame_cannot_hold_is_refused_by_the_sender() -> None:
+def test_encoding_refuses_objects_that_a_frame_cannot_hold() -> None:
     for value in (object(), np.array(["text"]), np.array([object()])):
         with pytest.raises(TypeError, match="a frame cannot hold"):
             encode({"x": value})
@@ -58,8 +60,8 @@ def test_what_a_frame_cannot_hold_is_refused_by_the_sender() -> None:
     assert ANYTHING.decode(encode([np.float32(0.5), np.int64(3), np.bool_(True)])) == [0.5, 3, True]
 
 
-def test_integers_of_any_size_come_out_as_they_went_in() -> None:
-    """JSON has them, so a column of a dataset may. msgpack ends at 64 bits."""
+def test_integers_of_any_size_are_unchanged_after_encoding_and_decoding() -> None:
+    """JSON has integers of any size, so a column of a dataset may. msgpack has 64 bits at most."""
     wide = [1 << 64, -(1 << 63) - 1, 1 << 200, -(1 << 200), 10**400, (1 << 64) - 1, -(1 << 63), 0, True]
     columns = {"answer": wide[0], "nested": {"all": wide, "raw": b"\0", "half": np.float32(0.5)}}
     prompt = Prompt("00000-0000017", 17, 0, "add", text="…", columns=columns)
@@ -74,7 +76,7 @@ def test_integers_of_any_size_come_out_as_they_went_in() -> None:
     assert mixed["wide"] == 1 << 99
 
 
-def test_damaged_frames_are_refused_with_the_error_of_the_role() -> None:
+def test_damaged_generation_frames_raise_message_error() -> None:
     good = encode_answer(3, [Generation(*_streams(5), StopReason.EOS)])
     bad = [b"", b"x", good[:-1], good + b"\0", MAGIC + b"\xff" * 40, b"ABCD" + good[4:]]
     bad += [PREFIX.pack(MAGIC, 1 << 31, 0) + good[PREFIX.size :], good.replace(b"<i4", b"<x4")]
@@ -88,7 +90,7 @@ def test_damaged_frames_are_refused_with_the_error_of_the_role() -> None:
         decode_answer(good, 2)
 
 
-def test_no_damage_raises_anything_but_a_frame_error() -> None:
+def test_decoding_randomly_damaged_frames_raises_only_frame_error() -> None:
     sound = encode({"a": np.arange(5), "b": [np.ones((2, 3), np.float32), "text"], "c": {"d": None}})
     rng = np.random.default_rng(0)
     for _ in range(3000):
@@ -108,7 +110,7 @@ def test_a_call_with_tokens_of_another_type_is_refused() -> None:
         decode_call(encode(call))
 
 
-def test_frames_of_a_stream_are_read_one_by_one_up_to_a_limit() -> None:
+def test_frames_are_read_from_a_stream_one_by_one_up_to_a_size_limit() -> None:
     first, second = encode({"a": np.arange(3)}), encode("b")
 
     async def body() -> None:
@@ -117,7 +119,7 @@ def test_frames_of_a_stream_are_read_one_by_one_up_to_a_limit() -> None:
         reader.feed_eof()
         assert await read(reader, 1000) == first
         assert await read(reader, 1000) == second
-        assert await read(reader, 1000) is None, "the peer went in the middle of a frame"
+        assert await read(reader, 1000) is None, "the stream ends in the middle of a frame"
         large = asyncio.StreamReader()
         large.feed_data(PREFIX.pack(MAGIC, 8, 1 << 40))
         with pytest.raises(FrameError, match="at most 4096 are read"):
@@ -126,7 +128,7 @@ def test_frames_of_a_stream_are_read_one_by_one_up_to_a_limit() -> None:
     asyncio.run(body())
 
 
-def test_a_peer_that_a_failed_write_shows_to_be_gone_ends_the_stream() -> None:
+def test_a_broken_pipe_of_the_writer_is_read_as_the_end_of_the_stream() -> None:
     """A worker is killed while the trainer writes to it: the reader then raises the writer's EPIPE, not EOF."""
 
     async def body() -> None:
@@ -141,7 +143,7 @@ def test_a_peer_that_a_failed_write_shows_to_be_gone_ends_the_stream() -> None:
     asyncio.run(body())
 
 
-def test_a_worker_gets_generations_and_returns_trajectories_of_any_metric() -> None:
+def test_messages_of_a_rollout_worker_keep_generations_and_trajectories_with_any_metric() -> None:
     generation = Generation(*_streams(4), StopReason.LENGTH, np.arange(8, dtype=np.int32).reshape(4, 2))
     sampling = Sampling(4, (2,), usable=UsableIds(9, (3,)))
     trajectory = Trajectory(
@@ -184,7 +186,7 @@ def test_tensors_of_every_type_keep_their_bits(dtype: torch.dtype) -> None:
         assert torch.equal(back[name].float(), tensor.float())
 
 
-def test_a_header_that_is_not_msgpack_names_the_problem() -> None:
+def test_a_frame_with_an_invalid_header_or_array_is_refused_with_the_reason() -> None:
     with pytest.raises(FrameError, match="cannot be read"):
         Decoder(workers.Hello).decode(PREFIX.pack(MAGIC, 8, 0) + b"\xff" * 8)
     with pytest.raises(FrameError, match="describes no array"):

@@ -1,4 +1,4 @@
-"""Connections that send no request head: they end by themselves, and a client is served all the while."""
+"""Connections without a complete request head are closed after a time limit and do not block other clients."""
 
 import contextlib
 import http.client
@@ -55,7 +55,7 @@ def start() -> Iterator[Callable[..., int]]:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=10).close()
                 break
-            except ConnectionRefusedError:  # bound, and does not listen yet
+            except ConnectionRefusedError:  # bound, but not listening yet
                 time.sleep(0.05)
         return port
 
@@ -66,13 +66,13 @@ def start() -> Iterator[Callable[..., int]]:
         assert "Traceback" not in errors and len(errors) < 10_000, errors[:3000]
 
 
-def asked(port: int, connection: http.client.HTTPConnection | None = None) -> str:
+def answer_of(port: int, connection: http.client.HTTPConnection | None = None) -> str:
     connection = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/", body=b"x" * 1000)
     return connection.getresponse().read().decode()
 
 
-def dripping(port: int, count: int) -> list[socket.socket]:
+def half_open_connections(port: int, count: int) -> list[socket.socket]:
     found = []
     for _ in range(count):
         one = socket.create_connection(("127.0.0.1", port), timeout=10)
@@ -81,26 +81,33 @@ def dripping(port: int, count: int) -> list[socket.socket]:
     return found
 
 
-def test_more_half_open_connections_than_files_do_not_make_the_server_deaf(start: Callable[..., int]) -> None:
+def test_the_server_answers_despite_more_half_open_connections_than_it_may_open_files(
+    start: Callable[..., int],
+) -> None:
     port = start(60.0, FILES)
-    silent = dripping(port, FILES + 100)
-    assert [asked(port) for _ in range(3)] == ["hello 1000"] * 3
-    for one in silent:
+    half_open = half_open_connections(port, FILES + 100)
+    assert [answer_of(port) for _ in range(3)] == ["hello 1000"] * 3
+    for one in half_open:
         one.close()
 
 
-def test_a_head_that_does_not_end_is_given_up(start: Callable[..., int]) -> None:
+def test_a_connection_without_a_complete_request_head_is_closed_after_a_time_limit(
+    start: Callable[..., int],
+) -> None:
     port = start(0.5)
-    silent, wordless = dripping(port, 5), socket.create_connection(("127.0.0.1", port), timeout=10)
-    for one in [*silent, wordless]:
+    half_open, without_a_byte = (
+        half_open_connections(port, 5),
+        socket.create_connection(("127.0.0.1", port), timeout=10),
+    )
+    for one in [*half_open, without_a_byte]:
         one.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
-            assert one.recv(1) == b"", "the server says nothing"
+            assert one.recv(1) == b"", "the server sent an answer"
 
 
-def test_a_connection_that_is_kept_between_requests_is_not_given_up(start: Callable[..., int]) -> None:
+def test_a_kept_alive_connection_is_not_closed_between_requests(start: Callable[..., int]) -> None:
     port = start(0.5)
     kept = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    assert asked(port, kept) == "hello 1000"
-    time.sleep(1.0)  # longer than a head may take
-    assert asked(port, kept) == "hello 1000"
+    assert answer_of(port, kept) == "hello 1000"
+    time.sleep(1.0)  # longer than the limit for a request head
+    assert answer_of(port, kept) == "hello 1000"

@@ -1,4 +1,4 @@
-"""The monitor notices a rank that is alive and stalled; a trainer that was itself suspended declares no rank dead."""
+"""The monitor reports a rank that is alive and stalled, but not after the trainer itself was suspended."""
 
 import subprocess
 import sys
@@ -39,49 +39,53 @@ def rank(tmp_path: Path) -> Iterator[psutil.Process]:
 
 
 def monitor_of(folder: Path, silence_s: float) -> Monitor:
-    made = Monitor(RankLost, beat_s=0.1, silence_s=silence_s)
+    monitor = Monitor(RankLost, beat_s=0.1, silence_s=silence_s)
     child: Any = SimpleNamespace(alive=True, log=folder / "log")
-    made.add(1, "rank 1 of 2", child, partial(newest_mark, folder / "mark"))
-    return made
+    monitor.add(1, "rank 1 of 2", child, partial(newest_mark, folder / "mark"))
+    return monitor
 
 
-def looked_at(watching: Monitor, seconds: float) -> bool:
+def found_silent(monitor: Monitor, seconds: float) -> bool:
     """Whether the rank was found silent within this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if watching.lost() is not None:
+        if monitor.lost() is not None:
             return True
         time.sleep(0.05)
     return False
 
 
-def test_a_stopped_process_is_silent_and_a_living_one_is_not(tmp_path: Path, rank: psutil.Process) -> None:
-    watching = monitor_of(tmp_path, silence_s=3.0)
-    assert not looked_at(watching, 4.0)
+def test_the_monitor_reports_a_suspended_process_and_not_a_running_one(
+    tmp_path: Path, rank: psutil.Process
+) -> None:
+    monitor = monitor_of(tmp_path, silence_s=3.0)
+    assert not found_silent(monitor, 4.0)
     rank.suspend()
-    assert looked_at(watching, 30.0)
-    assert "rank 1 of 2 lives and has done nothing for 3 s" in str(watching.lost())
+    assert found_silent(monitor, 30.0)
+    assert "rank 1 of 2 lives and has done nothing for 3 s" in str(monitor.lost())
 
 
-def test_time_in_which_the_trainer_did_not_look_does_not_count(tmp_path: Path, rank: psutil.Process) -> None:
-    watching = monitor_of(tmp_path, silence_s=2.0)
-    assert watching.lost() is None
+def test_silence_while_the_trainer_itself_did_not_look_does_not_count(
+    tmp_path: Path, rank: psutil.Process
+) -> None:
+    monitor = monitor_of(tmp_path, silence_s=2.0)
+    assert monitor.lost() is None
     rank.suspend()
     time.sleep(3.0)
-    assert watching.lost() is None, "the trainer may have been stopped together with it"
+    assert monitor.lost() is None, "the trainer may have been suspended together with the rank"
     rank.resume()
-    assert not looked_at(watching, 1.0)
+    assert not found_silent(monitor, 1.0)
 
 
-def test_one_that_has_not_begun_is_not_silent(tmp_path: Path) -> None:
-    assert not looked_at(monitor_of(tmp_path, silence_s=0.1), 0.5)
+def test_a_process_without_a_first_heartbeat_is_not_reported(tmp_path: Path) -> None:
+    assert not found_silent(monitor_of(tmp_path, silence_s=0.1), 0.5)
 
 
-def test_a_request_to_stop_counts_its_timeout_from_then_on(tmp_path: Path, rank: psutil.Process) -> None:
-    watching = monitor_of(tmp_path, silence_s=60.0)
+def test_the_timeout_of_stop_soon_counts_from_the_call(tmp_path: Path, rank: psutil.Process) -> None:
+    monitor = monitor_of(tmp_path, silence_s=60.0)
     given_up: list[str] = []
     rank.suspend()
-    assert not looked_at(watching, 1.0)
-    watching.stop_soon(1.0, lambda: given_up.append("now"))
-    assert not looked_at(watching, 0.5) and looked_at(watching, 30.0)
-    assert isinstance(watching.lost(), GivenUp) and given_up == ["now"]
+    assert not found_silent(monitor, 1.0)
+    monitor.stop_soon(1.0, lambda: given_up.append("now"))
+    assert not found_silent(monitor, 0.5) and found_silent(monitor, 30.0)
+    assert isinstance(monitor.lost(), GivenUp) and given_up == ["now"]

@@ -67,13 +67,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("loses_a_peer", 4, ""),
     ],
 )
-def test_the_exit_code_and_the_last_line_say_how_it_ended(body: str, code: int, last: str) -> None:
+def test_the_exit_code_and_the_last_log_line_tell_how_a_process_ended(
+    body: str, code: int, last: str
+) -> None:
     done = run(body)
     assert done.returncode == code, done.stderr
     assert (done.stderr.strip().splitlines() or [""])[-1] == last
 
 
-def test_the_ready_file_holds_facts_and_pid_and_appears_whole(tmp_path: Path) -> None:
+def test_the_ready_file_holds_facts_and_pid_and_no_partial_file_remains(tmp_path: Path) -> None:
     for body, facts in (("works", {"rank": 3}), ("works_on_a_loop", {"token": "secret"})):
         assert run(body, "--ready-file", str(tmp_path / body)).returncode == 0
         content = json.loads((tmp_path / body).read_text())
@@ -81,13 +83,13 @@ def test_the_ready_file_holds_facts_and_pid_and_appears_whole(tmp_path: Path) ->
     assert {file.name for file in tmp_path.iterdir()} == {"works", "works_on_a_loop"}
 
 
-def test_beyond_loopback_it_binds_only_with_a_token() -> None:
+def test_a_process_binds_beyond_loopback_only_with_a_token() -> None:
     assert run("binds", "--bind", "127.0.0.1:0").returncode == 0
     refused = run("binds", "--bind", "0.0.0.0:0", "--token-env", "NOT_SET")
     assert refused.returncode == 2 and "error: --bind 0.0.0.0:0: refused without a token" in refused.stderr
 
 
-def test_it_ends_when_its_launcher_dies(tmp_path: Path) -> None:
+def test_a_process_ends_when_its_launcher_dies(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
         [
@@ -107,6 +109,6 @@ def test_it_ends_when_its_launcher_dies(tmp_path: Path) -> None:
     os.close(read_end)
     while not (tmp_path / "r").exists():
         assert process.poll() is None
-    os.close(write_end)  # as when the launcher is killed
+    os.close(write_end)  # has the effect of the launcher's death
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 3 and output == "tidied\n"

@@ -1,4 +1,4 @@
-"""A process group is signalled only while its number is its own: before its leader is waited for."""
+"""A process group is signalled only before its leader is waited for, because its number may be reused afterwards."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from understudy.serving.process_group import end_group, has_ended, signal_group
 
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each signal to a group, whether its leader was there: a process, or a zombie that holds the number."""
+    """For each signal to a group, whether its leader existed: as a process, or as a zombie that reserves the number."""
     found: list[bool] = []
     killpg = os.killpg
 
@@ -45,7 +45,9 @@ def wait_for_end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def test_the_group_of_a_leader_that_has_ended_ends_and_the_leader_s_code_stays(signalled: list[bool]) -> None:
+def test_end_group_ends_the_children_of_a_leader_that_has_exited_and_returns_its_exit_code(
+    signalled: list[bool],
+) -> None:
     process = leader(
         "import os, subprocess, sys\n"
         "print(subprocess.Popen(['sleep', '777'], stdout=subprocess.DEVNULL).pid, flush=True)\n"
@@ -61,7 +63,7 @@ def test_the_group_of_a_leader_that_has_ended_ends_and_the_leader_s_code_stays(s
     process.stdout.close()
 
 
-def test_a_leader_that_was_waited_for_has_no_group_to_signal(signalled: list[bool]) -> None:
+def test_no_group_is_signalled_after_its_leader_was_waited_for(signalled: list[bool]) -> None:
     process = leader("")
     process.communicate()
     signal_group(process, signal.SIGKILL)
@@ -71,23 +73,25 @@ def test_a_leader_that_was_waited_for_has_no_group_to_signal(signalled: list[boo
 @pytest.mark.parametrize(
     "code", ["print(1)", "raise SystemExit(3)", "print('x' * 99999)", "while True: pass"]
 )
-def test_a_tool_s_group_is_signalled_before_its_leader_is_waited_for(
+def test_the_group_of_a_tool_is_signalled_before_its_leader_is_waited_for(
     code: str, signalled: list[bool]
 ) -> None:
-    """asyncio's own processes are waited for as soon as they end."""
+    """asyncio would wait for its own child processes as soon as they end."""
     result = asyncio.run(Sandbox(Isolation.NONE).run_code(code, deadline_s=1.5))
     assert (result.outcome is ToolOutcome.TIMEOUT) == ("while" in code)
     assert signalled and all(signalled)
 
 
-def test_a_tool_that_cannot_be_started_is_signalled_before_it_is_waited_for(signalled: list[bool]) -> None:
+def test_the_group_of_a_tool_that_cannot_start_is_signalled_before_its_leader_is_waited_for(
+    signalled: list[bool],
+) -> None:
     workers = FunctionWorkers(Sandbox(Isolation.NONE), "no_such_module:f", [], 1)
     with pytest.raises(ConfigError, match="ModuleNotFoundError"):
         asyncio.run(workers.call({}, deadline_s=20))
     assert signalled and all(signalled)
 
 
-def test_a_reward_on_trial_is_signalled_before_it_is_waited_for(
+def test_the_group_of_a_reward_check_is_signalled_before_its_leader_is_waited_for(
     tmp_path: Path, monkeypatch: Any, signalled: list[bool]
 ) -> None:
     (tmp_path / "ending_reward.py").write_text("import os\ndef reward(row, text): os._exit(5)\n")

@@ -1,4 +1,4 @@
-"""The start of a run waits for servers that load their model, and for no problem that waiting does not mend."""
+"""The start of a run waits for servers that load their model, and not for problems that waiting cannot solve."""
 
 import asyncio
 import socket
@@ -18,12 +18,12 @@ Status = tuple[int, dict[str, str]]
 READY: Status = (200, {})
 
 
-class Loading:
-    """A server that answers with one status after another, the last of them for ever. None hangs up."""
+class LoadingServer:
+    """A server that answers with one status after another and repeats the last. None closes the connection."""
 
     def __init__(self, answers: Sequence[Status | None]) -> None:
         self._answers = list(answers)
-        self.asked: list[tuple[str, float]] = []
+        self.requests: list[tuple[str, float]] = []
         self.port = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,7 +31,7 @@ class Loading:
             while line := await reader.readline():
                 while (await reader.readline()).strip():
                     pass
-                self.asked.append((line.split()[1].decode(), time.monotonic()))
+                self.requests.append((line.split()[1].decode(), time.monotonic()))
                 answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
                 if answer is None:
                     return
@@ -50,89 +50,88 @@ class Loading:
         return Endpoint(f"http://127.0.0.1:{self.port}")
 
 
-def waiting(loading: Loading, most: float, **more: Any) -> list[str]:
-    """Waits for the server; what the user was told."""
-    told: list[str] = []
+def wait_and_collect_notes(loading: LoadingServer, most: float, **more: Any) -> list[str]:
+    """Waits for the server and returns the notes for the user."""
+    notes: list[str] = []
 
     async def wait() -> None:
         async with await asyncio.start_server(loading.serve, "127.0.0.1", 0) as server:
             loading.port = server.sockets[0].getsockname()[1]
             await wait_for_servers(
-                [Servers("teachers.t.urls", [loading.endpoint], "/health", **more)], most, told.append
+                [Servers("teachers.t.urls", [loading.endpoint], "/health", **more)], most, notes.append
             )
 
     asyncio.run(asyncio.wait_for(wait(), 60))
-    return told
+    return notes
 
 
-def test_a_server_that_loads_its_model_is_waited_for_and_that_is_told_once() -> None:
-    loading = Loading([(503, {}), None, None, (502, {}), (429, {}), (504, {}), READY])
-    told = waiting(loading, 60.0)
-    assert len(loading.asked) == 7 and {path for path, _ in loading.asked} == {"/health"}
-    assert len(told) == 2 and told[1].startswith("teachers.t.urls: answers after ")
-    assert told[0] == (
+def test_the_start_waits_for_a_server_that_loads_its_model_and_notes_the_wait_once() -> None:
+    loading = LoadingServer([(503, {}), None, None, (502, {}), (429, {}), (504, {}), READY])
+    notes = wait_and_collect_notes(loading, 60.0)
+    assert len(loading.requests) == 7 and {path for path, _ in loading.requests} == {"/health"}
+    assert len(notes) == 2 and notes[1].startswith("teachers.t.urls: answers after ")
+    assert notes[0] == (
         f"teachers.t.urls: waiting up to 60 s (cluster.start_timeout_seconds) for {loading.endpoint.url}: 503 the model is loading; "
         "Ctrl-C ends the wait"
     )
 
 
-def test_a_server_that_names_a_time_is_not_asked_before_it() -> None:
-    loading = Loading([(503, {"Retry-After": "2"}), READY])
-    assert len(waiting(loading, 60.0)) == 2
-    (_, first), (_, second) = loading.asked
+def test_a_server_is_not_asked_again_before_its_retry_after_has_passed() -> None:
+    loading = LoadingServer([(503, {"Retry-After": "2"}), READY])
+    assert len(wait_and_collect_notes(loading, 60.0)) == 2
+    (_, first), (_, second) = loading.requests
     assert second - first >= 1.9
 
 
 @pytest.mark.parametrize("status", [200, 401, 403, 404, 405, 500])
 def test_any_other_answer_ends_the_wait_at_once(status: int) -> None:
-    loading = Loading([(status, {})])
-    assert waiting(loading, 600.0) == [] and len(loading.asked) == 1
+    loading = LoadingServer([(status, {})])
+    assert wait_and_collect_notes(loading, 600.0) == [] and len(loading.requests) == 1
 
 
-def test_after_the_limit_the_error_says_how_long_it_waited_the_last_answer_and_what_to_set() -> None:
-    loading = Loading([(503, {"Retry-After": "3600"})])
+def test_the_error_after_the_time_limit_names_the_limit_the_last_answer_and_the_key_to_set() -> None:
+    loading = LoadingServer([(503, {"Retry-After": "3600"})])
     with pytest.raises(ClusterError) as error:
-        waiting(loading, 1.5)
-    assert len(loading.asked) == 2, "it is asked once more when the time is over"
+        wait_and_collect_notes(loading, 1.5)
+    assert len(loading.requests) == 2, "there is no last attempt when the time is over"
     assert str(error.value) == (
         f"teachers.t.urls: no answer within 1.5 s (cluster.start_timeout_seconds); the last one of {loading.endpoint.url}: "
         "503 the model is loading. Start the server, correct the address, or raise cluster.start_timeout_seconds"
     )
 
 
-def test_a_server_that_listens_later() -> None:
-    """Its port refuses connections until then."""
-    loading, told = Loading([READY]), list[str]()
+def test_the_start_waits_for_a_server_whose_port_refuses_connections() -> None:
+    loading, notes = LoadingServer([READY]), list[str]()
 
     async def wait() -> None:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             loading.port = bound.getsockname()[1]
             servers = [Servers("rollout.urls", [loading.endpoint], "/health")]
-            task = asyncio.create_task(wait_for_servers(servers, 60.0, told.append))
-            while not told:
+            task = asyncio.create_task(wait_for_servers(servers, 60.0, notes.append))
+            while not notes:
                 await asyncio.sleep(0.02)
             bound.listen()
             async with await asyncio.start_server(loading.serve, sock=bound.dup()):
                 await task
 
     asyncio.run(asyncio.wait_for(wait(), 60))
-    assert "Connection refused" in told[0] and len(told) == 2
+    assert "Connection refused" in notes[0] and len(notes) == 2
 
 
-def test_a_host_that_does_not_exist_is_left_to_its_client() -> None:
+def test_the_start_does_not_wait_for_a_host_that_does_not_exist() -> None:
     servers = [Servers("rollout.urls", [Endpoint("http://no-such-host.invalid:1")], "/health")]
-    told: list[str] = []
-    asyncio.run(asyncio.wait_for(wait_for_servers(servers, 600.0, told.append), 60))
-    assert not told, "it did not wait"
+    notes: list[str] = []
+    asyncio.run(asyncio.wait_for(wait_for_servers(servers, 600.0, notes.append), 60))
+    assert not notes, "the start waited"
 
 
 def test_a_cancelled_wait_ends_at_once() -> None:
     async def wait() -> None:
-        told: list[str] = []
+        notes: list[str] = []
         servers = [Servers("rollout.urls", [Endpoint("http://127.0.0.1:9")], "/health")]
-        task = asyncio.create_task(wait_for_servers(servers, 600.0, told.append))
-        while not told:
+        task = asyncio.create_task(wait_for_servers(servers, 600.0, notes.append))
+        while not notes:
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -142,24 +141,24 @@ def test_a_cancelled_wait_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("all_needed", [True, False])
-def test_one_of_several_engines_with_fixed_weights_is_enough(all_needed: bool) -> None:
-    loading, told = Loading([READY]), list[str]()
+def test_the_start_waits_for_all_servers_or_for_one_of_them_as_all_needed_says(all_needed: bool) -> None:
+    loading, notes = LoadingServer([READY]), list[str]()
 
     async def wait() -> None:
         async with await asyncio.start_server(loading.serve, "127.0.0.1", 0) as server:
             loading.port = server.sockets[0].getsockname()[1]
             both = [loading.endpoint, Endpoint("http://127.0.0.1:9")]
-            await wait_for_servers([Servers("rollout.urls", both, "/h", all_needed)], 0.5, told.append)
+            await wait_for_servers([Servers("rollout.urls", both, "/h", all_needed)], 0.5, notes.append)
 
     if all_needed:
         with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9: Connection refused"):
             asyncio.run(wait())
     else:
         asyncio.run(wait())
-        assert told == []
+        assert notes == []
 
 
-def test_pauses_grow_and_the_last_attempt_is_made_when_the_time_is_over() -> None:
+def test_pauses_between_attempts_grow_and_add_up_to_the_time_limit() -> None:
     now = [100.0]
     wait = StartWait(20.0, lambda: now[0])
     pauses = []
@@ -188,7 +187,7 @@ Tables = dict[str, Any]
         ),
     ],
 )  # fmt: skip
-def test_which_servers_are_asked_for_what(
+def test_each_kind_of_server_is_asked_on_its_own_path(
     change: Callable[[Tables], object], expected: dict[str, tuple[str, str, bool]]
 ) -> None:
     tables: Tables = {

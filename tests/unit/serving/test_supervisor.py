@@ -1,4 +1,4 @@
-"""Restarts in a row: the back-off doubles, use resets it, and a process that stays useless is given up."""
+"""The count of restarts in a row: its backoff doubles, useful work resets it, and after too many it is spent."""
 
 from understudy.serving.supervisor import RestartCount, Restarts
 
@@ -10,7 +10,7 @@ class Clock:
         return self.now
 
 
-def test_the_back_off_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> None:
+def test_the_backoff_doubles_up_to_its_limit_and_most_restarts_in_a_row_spend_the_count() -> None:
     count = RestartCount(Restarts(most=4, first_wait_s=1.0, longest_wait_s=3.0), Clock())
     assert [count.restart() for _ in range(3)] == [1.0, 2.0, 3.0] and not count.spent
     assert count.restart() == 3.0 and count.spent
@@ -18,7 +18,7 @@ def test_the_back_off_doubles_up_to_its_limit_and_then_the_process_is_given_up()
     assert not count.spent and count.restart() == 1.0
 
 
-def test_a_start_that_failed_is_repeated_after_the_back_off_of_the_next() -> None:
+def test_a_failed_start_is_repeated_after_the_backoff() -> None:
     clock = Clock()
     count = RestartCount(Restarts(first_wait_s=1.0), clock)
     assert count.left_s() == 0.0
@@ -32,7 +32,7 @@ def test_a_start_that_failed_is_repeated_after_the_back_off_of_the_next() -> Non
     assert (count.left_s(), count.problem) == (2.0, "no memory")
 
 
-def test_a_process_that_served_long_enough_is_counted_from_the_start() -> None:
+def test_a_process_that_served_longer_than_steady_s_starts_again_with_no_restarts_counted() -> None:
     clock = Clock()
     count = RestartCount(Restarts(most=2, steady_s=60.0), clock)
     count.restart()
@@ -40,7 +40,7 @@ def test_a_process_that_served_long_enough_is_counted_from_the_start() -> None:
     count.serves()
     clock.now += 60.0
     count.lost("killed")
-    assert count.spent, "60 s is not longer than 60 s"
+    assert count.spent, "exactly 60 s must not reset the count"
     clock.now += 1.0
     count.lost("killed again")
     assert not count.spent and count.problem == "killed again"

@@ -1,4 +1,4 @@
-"""Replicas with eight-bit weights: their scores are those of the rounded weights, and the change is measured."""
+"""Replicas with eight-bit weights: scores equal those of the rounded weights, and the error is measured."""
 
 import copy
 from dataclasses import replace
@@ -42,8 +42,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied, with an embedding that multiplies the rows it looks up."""
-    folder = write_model(tmp_path_factory.mktemp("models") / "gemma")  # for its tokenizer
+    """A model with tied embeddings whose embedding layer scales the rows it looks up."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "gemma")  # only its tokenizer is kept
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Gemma3TextConfig(
@@ -59,7 +59,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_rounded_weights(twin: torch.nn.Module, small: torch.nn.Module) -> int:
-    """Gives a plain model the weights that the quantized one stands for; how many they are."""
+    """Copies the dequantized weights of `small` into `twin` and returns how many weights were rounded."""
     rounded = 0
     for name, module in twin.named_modules():
         if not isinstance(module, torch.nn.Linear | torch.nn.Embedding):
@@ -79,7 +79,7 @@ def with_rounded_weights(twin: torch.nn.Module, small: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gemma"])
 @pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED, ScoringLayout.AUTO])
-def test_scores_are_those_of_a_plain_model_with_rounded_weights(
+def test_int8_scores_equal_those_of_a_plain_model_with_the_rounded_weights(
     family: str,
     layout: ScoringLayout,
     request: pytest.FixtureRequest,
@@ -87,7 +87,7 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(
 ) -> None:
     path = str(request.getfixturevalue(family))
     frozen = load_frozen(path)
-    # A part of the vocabulary is 64 of its rows.
+    # Widens the head in parts of 64 vocabulary rows.
     monkeypatch.setattr(eight_bits, "_WIDENED_BYTES", 4 * 64 * frozen.config.hidden_size)
     twin = copy.deepcopy(frozen.model)
     small, error = quantized(frozen, Bits.INT8, "cpu", 0.05)
@@ -101,13 +101,13 @@ def test_scores_are_those_of_a_plain_model_with_rounded_weights(
         right = plain(twin, item.tokens)[np.arange(item.length - 1), item.tokens[1:]]
         np.testing.assert_allclose(scores.sampled_logprobs, right, atol=1e-5)
     assert 0 < error.kl < error.worst and 0 < error.mean <= error.worst < 0.5
-    # The head that a trainer asks for (`signal = "hidden"`) has the same weights.
+    # The head sent to a trainer (`signal = "hidden"`) has the same weights.
     sent = from_wire(scorer.wire_head)
     assert torch.equal(sent.weight_VH, twin.get_output_embeddings().weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_more_than_a_part_of_the_head_is_widened(
+def test_the_int8_head_is_widened_in_parts_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_no_more_than_a_part_of_the_head_is_widened(
     torch.testing.assert_close(found.float(), right, atol=near, rtol=near)
 
 
-def test_large_activations_fit_a_product_in_float16() -> None:
+def test_int8_products_with_large_float16_activations_do_not_overflow() -> None:
     """A float16 ends at 65,504: 127 times an activation of 600 is beyond it, the product with the weight is not."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(32, 16).half()
@@ -142,13 +142,13 @@ def test_large_activations_fit_a_product_in_float16() -> None:
     torch.testing.assert_close(small(states).float(), expected, rtol=2e-3, atol=1.0)
 
 
-def test_a_model_that_changes_too_much_is_refused(qwen3: Path) -> None:
+def test_quantization_beyond_quantize_tolerance_is_refused(qwen3: Path) -> None:
     with pytest.raises(TeacherError, match=r"by more than quantize_tolerance = 1e-12: KL .* nats"):
         quantized(load_frozen(str(qwen3)), Bits.INT8, "cpu", 1e-12)
 
 
 @pytest.mark.gpu
-def test_fp8_products_are_near_those_of_the_rounded_numbers() -> None:
+def test_fp8_products_are_close_to_products_of_the_rounded_numbers() -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
     small = Fp8Linear(linear).cuda()
@@ -159,7 +159,7 @@ def test_fp8_products_are_near_those_of_the_rounded_numbers() -> None:
     torch.testing.assert_close(small(states).flatten(0, 1).float(), right, rtol=2e-2, atol=2e-2)
 
 
-def test_fp8_weights_keep_three_bits_of_mantissa() -> None:
+def test_fp8_rounding_keeps_three_mantissa_bits_of_normal_numbers() -> None:
     torch.manual_seed(0)
     values = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
     small, scale = to_fp8(values)
@@ -169,14 +169,14 @@ def test_fp8_weights_keep_three_bits_of_mantissa() -> None:
 
 
 @pytest.mark.parametrize(("rounding", "accepted"), [(0.0, False), (2.0, True)])
-def test_compiled_layers_may_differ_by_the_rounding_of_fp8(
+def test_warm_up_accepts_compiled_scores_that_differ_by_fp8_rounding_only(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, rounding: float, accepted: bool
 ) -> None:
     frozen = replace(load_frozen(str(qwen3)), rounding=rounding)
     scorer = Scorer("t", frozen, ScorerOptions(compile_layers=True))
 
     def compile_layers() -> None:
-        """Stands for a compiler whose results differ slightly."""
+        """Stands for a compiler whose results differ from the eager ones."""
         plain_score = scorer.score
 
         def differing(request: ScoreRequest) -> ScoreReply:
@@ -194,7 +194,7 @@ def test_compiled_layers_may_differ_by_the_rounding_of_fp8(
             warm_up(scorer)
 
 
-def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
+def test_fp8_is_refused_without_a_gpu_that_has_fp8_products(qwen3: Path) -> None:
     with pytest.raises(TeacherError, match=r"needs a GPU with fp8 products .* use 'int8'"):
         quantized(load_frozen(str(qwen3)), Bits.FP8, "cpu", 0.05)
 
@@ -208,14 +208,14 @@ def test_fp8_needs_a_gpu_that_multiplies_in_it(qwen3: Path) -> None:
         ({"placement": "external", "urls": ["http://h:1"]}, "`quantize` belongs to processes that this run starts"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict, message: str) -> None:
+def test_quantize_is_refused_together_with_settings_that_exclude_it(keys: dict, message: str) -> None:
     teacher = {"model": "m", "quantize": "int8", **keys}
     with pytest.raises(ConfigError, match=message):
         parse_recipe({"student": {"model": "s"}, "teachers": {"t": teacher}, "data": {"train": "d.jsonl"}})
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
-def test_plan_counts_the_bytes_that_a_replica_holds(family: str, request: pytest.FixtureRequest) -> None:
+def test_the_plan_counts_the_bytes_of_an_int8_replica(family: str, request: pytest.FixtureRequest) -> None:
     path = str(request.getfixturevalue(family))
     small, _ = quantized(load_frozen(path), Bits.INT8, "cpu", 0.05)
     tensors = [*small.model.parameters(), *small.model.buffers()]

@@ -1,4 +1,4 @@
-"""Answers kept, and answers asked for twice: neither may change a score."""
+"""The score cache and hedged requests of a teacher pool: neither may change a score."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 from teacher_rig import random_items
-from test_teacher_pool import MANIFEST, OPTIONS, Rig, Scripted, answer, failing, running, settle
+from test_teacher_pool import MANIFEST, OPTIONS, Rig, Scripted, answer, failing, run_with_pool, settle
 
 from understudy.errors import TeacherReplyError
 from understudy.teacher.manifest import RequestBatching
@@ -19,7 +19,7 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 BY_ARRIVAL = msgspec.structs.replace(MANIFEST, batching=RequestBatching.BY_ARRIVAL)
 
 
-def test_the_key_is_what_scores_depend_on_and_nothing_else() -> None:
+def test_the_cache_key_depends_on_everything_that_changes_scores_but_not_on_the_row_key() -> None:
     item = random_items(1, 1, Signal.TOPK, 4)[0]
     same = replace(item, key="another row")
     assert item_digest(MANIFEST, item) == item_digest(MANIFEST, same)
@@ -35,7 +35,7 @@ def test_the_key_is_what_scores_depend_on_and_nothing_else() -> None:
     assert item_digest(msgspec.structs.replace(MANIFEST, weights_sha256="bb"), item) not in digests
 
 
-def test_old_entries_leave_when_the_cache_is_full() -> None:
+def test_the_oldest_entries_are_evicted_when_the_cache_is_full() -> None:
     cache = ScoreCache(max_bytes=4000)
     for seed in range(40):
         items = random_items(1, seed)
@@ -45,7 +45,7 @@ def test_old_entries_leave_when_the_cache_is_full() -> None:
     assert cache.get(bytes([0]), random_items(1, 0)) is None
 
 
-def test_a_request_seen_before_is_answered_without_asking() -> None:
+def test_a_repeated_request_is_answered_from_the_cache() -> None:
     async def test(rig: Rig) -> None:
         items = random_items(3, 1)
         first = await rig.pool.score(items)
@@ -55,21 +55,21 @@ def test_a_request_seen_before_is_answered_without_asking() -> None:
             np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
         assert sum(len(r.asked) for r in rig.replicas.values()) == 1 and rig.pool.metrics().cache_hits == 3
 
-    running(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
+    run_with_pool(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
 
 
-def test_requests_scored_alone_are_never_answered_in_part() -> None:
-    """Dropping known items would change what is scored together, and with it the last bits of the scores."""
+def test_a_request_scored_by_itself_is_never_partly_answered_from_the_cache() -> None:
+    """Leaving out cached items would change the batch, and with it the last bits of the other scores."""
 
     async def test(rig: Rig) -> None:
         await rig.pool.score(random_items(3, 1))
         await rig.pool.score(random_items(3, 1)[:2])
         assert [len(keys) for r in rig.replicas.values() for keys in r.asked] == [3, 2]
 
-    running(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
+    run_with_pool(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
 
 
-def test_requests_merged_on_arrival_are_answered_item_by_item() -> None:
+def test_cached_items_of_a_request_are_answered_singly_when_replicas_batch_by_arrival() -> None:
     async def test(rig: Rig) -> None:
         known, new = random_items(2, 1), random_items(2, 2)
         await rig.pool.score(known)
@@ -85,7 +85,7 @@ def test_requests_merged_on_arrival_are_answered_item_by_item() -> None:
 
     rig = Rig(options=replace(OPTIONS, cache_bytes=10**6))
     rig.fresh = merging
-    running(test, rig)
+    run_with_pool(test, rig)
 
 
 async def never(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
@@ -96,24 +96,24 @@ async def never(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherSc
 HEDGING = replace(OPTIONS, hedge_factor=2.0)
 
 
-async def accustomed(rig: Rig, seconds: float = 1.0) -> None:
-    """Let the pool see enough answers, each taking `seconds`, to know what late is."""
+async def record_answers(rig: Rig, seconds: float = 1.0) -> None:
+    """Gives the pool enough answers, each taking `seconds`, to derive its hedging delay."""
 
     async def taking_time(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
         await rig.clock.sleep(seconds)
         return answer(replica.name, items)
 
     for replica in rig.replicas.values():
-        replica.now = taking_time
+        replica.behaviour = taking_time
     for _ in range(20):
         await rig.score()
 
 
-def test_a_straggler_is_overtaken_by_another_replica() -> None:
+def test_a_request_that_takes_too_long_is_hedged_to_another_replica() -> None:
     async def test(rig: Rig) -> None:
-        await accustomed(rig)
+        await record_answers(rig)
         lighter = min(rig.pool.metrics().replicas, key=lambda r: r.tokens).name
-        rig.replicas[lighter].now = never
+        rig.replicas[lighter].behaviour = never
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(1.9)
         assert rig.pool.metrics().hedges == 0
@@ -123,13 +123,13 @@ def test_a_straggler_is_overtaken_by_another_replica() -> None:
         assert metrics.hedges == 1 and metrics.retries == 0
         assert all(r.outstanding_tokens == 0 and r.failures == 0 for r in metrics.replicas)
 
-    running(test, Rig(options=HEDGING))
+    run_with_pool(test, Rig(options=HEDGING))
 
 
-def test_a_fixed_delay_needs_no_experience() -> None:
+def test_hedge_after_hedges_a_request_after_a_fixed_delay_without_earlier_answers() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = never
-        rig.replicas["b"].now = answered
+        rig.replicas["a"].behaviour = never
+        rig.replicas["b"].behaviour = answered
         calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(2)]
         await rig.clock.advance(2.9)
         assert sum(call.done() for call in calls) == 1 and rig.pool.metrics().hedges == 0
@@ -137,44 +137,44 @@ def test_a_fixed_delay_needs_no_experience() -> None:
         assert {call.result()[0].teacher for call in calls} == {"b"}
         assert rig.pool.metrics().hedges == 1 and rig.pool.metrics().retries == 0
 
-    running(test, Rig(options=replace(OPTIONS, hedge_after=3.0)))
+    run_with_pool(test, Rig(options=replace(OPTIONS, hedge_after=3.0)))
 
 
-def test_a_punctual_answer_is_not_hedged() -> None:
+def test_a_request_answered_in_the_usual_time_is_not_hedged() -> None:
     async def test(rig: Rig) -> None:
-        await accustomed(rig)
+        await record_answers(rig)
         for _ in range(5):
             await rig.score()
         assert rig.pool.metrics().hedges == 0
 
-    running(test, Rig(options=HEDGING))
+    run_with_pool(test, Rig(options=HEDGING))
 
 
-def test_failures_of_both_hedged_replicas_are_noted_and_retried() -> None:
+def test_a_request_is_retried_when_both_of_its_hedged_replicas_fail() -> None:
     async def test(rig: Rig) -> None:
-        await accustomed(rig)
+        await record_answers(rig)
         lighter = min(rig.pool.metrics().replicas, key=lambda r: r.tokens).name
         other = "b" if lighter == "a" else "a"
 
-        async def late_lie(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        async def late_bad_reply(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
             await rig.clock.sleep(5.0)
             raise TeacherReplyError("late and wrong")
 
-        rig.replicas[lighter].now = late_lie
-        rig.replicas[other].now = failing(TeacherReplyError("wrong"))
+        rig.replicas[lighter].behaviour = late_bad_reply
+        rig.replicas[other].behaviour = failing(TeacherReplyError("wrong"))
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(5.5)
         await settle()
         assert {e.replica for e in rig.events_of(EventKind.RETRIED)} == {"a", "b"}
         for replica in rig.replicas.values():
-            replica.now = answered
+            replica.behaviour = answered
         await rig.clock.advance(5.0)
         assert (await call)[0].key == "row-0-0"
 
-    running(test, Rig(options=HEDGING))
+    run_with_pool(test, Rig(options=HEDGING))
 
 
-def test_a_good_answer_counts_beside_the_last_bad_one_that_a_request_may_have() -> None:
+def test_a_hedged_request_succeeds_although_its_other_replica_uses_up_max_bad_attempts() -> None:
     async def test(rig: Rig) -> None:
         order = itertools.count()
 
@@ -185,13 +185,13 @@ def test_a_good_answer_counts_beside_the_last_bad_one_that_a_request_may_have() 
             return answer(replica.name, items)
 
         for replica in rig.replicas.values():
-            replica.now = late_or_wrong
+            replica.behaviour = late_or_wrong
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(6.0)
         assert (await call)[0].key == "row-0-0"
         assert sum(r.failures for r in rig.pool.metrics().replicas) == 1
 
-    running(test, Rig(options=replace(OPTIONS, hedge_after=1.0, max_bad_attempts=1)))
+    run_with_pool(test, Rig(options=replace(OPTIONS, hedge_after=1.0, max_bad_attempts=1)))
 
 
 async def answered(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:

@@ -1,4 +1,4 @@
-"""A compiled teacher compiles while it starts and never again, whatever lengths come and however they are packed."""
+"""A compiled teacher compiles during its start and never again, whatever the lengths and the packing of requests."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ from understudy.teacher.scoring.warm_up import rehearse
 
 @torch.library.custom_op("understudy_test::in_groups", mutates_args=())
 def in_groups(query: torch.Tensor, groups_G3: torch.Tensor) -> torch.Tensor:
-    """Stands for cuDNN's attention."""
+    """Stands in for cuDNN's attention."""
     return query.clone()
 
 
 @torch.library.custom_op("understudy_test::by_lengths", mutates_args=())
 def by_lengths(query: torch.Tensor, ends: torch.Tensor, longest: int, longest_key: int) -> torch.Tensor:
-    """Stands for FlashAttention, which takes the longest rows as numbers."""
+    """Stands in for FlashAttention, which takes the longest lengths as Python numbers."""
     return query.clone()
 
 
@@ -57,7 +57,7 @@ def attend(
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What has been compiled. Layouts are a GPU's."""
+    """The graphs compiled so far. Rows are laid out as on a GPU."""
     made: list[Any] = []
 
     def count(graph: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -66,7 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(compiled_layers, "BACKEND", count)
     monkeypatch.setattr(body, "takes_groups", lambda *_, **__: True)
-    monkeypatch.setattr(varlen, "varlen_attention", attend)  # `register` puts it in the place of the real one
+    monkeypatch.setattr(varlen, "varlen_attention", attend)  # `register` installs it instead of the real one
     torch._dynamo.reset()
     yield made
     monkeypatch.undo()
@@ -74,7 +74,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch._dynamo.reset()
 
 
-def test_no_lengths_of_later_requests_make_it_compile_again(tmp_path: Path, graphs: list[Any]) -> None:
+def test_requests_of_any_lengths_after_warm_up_compile_no_further_graphs(
+    tmp_path: Path, graphs: list[Any]
+) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "model")))
     scorer = Scorer("t", frozen, ScorerOptions(max_batch_tokens=512, layout=body.ScoringLayout.PACKED))
     scorer.body.compile_layers()

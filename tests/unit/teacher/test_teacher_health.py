@@ -1,4 +1,4 @@
-"""The health of a replica, on a clock that the test moves."""
+"""The health and load of a replica, with times given by the test."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_a_replica_serves_only_after_its_probe() -> None:
     assert health.state is State.HEALTHY and health.usable
 
 
-def test_one_failure_makes_a_suspect_and_a_success_clears_it() -> None:
+def test_one_failure_makes_a_replica_suspect_and_a_success_makes_it_healthy_again() -> None:
     health = healthy()
     health.request_failed(Failure.TIMEOUT, "slow")
     assert health.state is State.SUSPECT and health.usable and not health.deserves_ejection
@@ -37,7 +37,7 @@ def test_one_failure_makes_a_suspect_and_a_success_clears_it() -> None:
     assert health.state is State.HEALTHY and health.streak == 0
 
 
-def test_a_streak_deserves_ejection_and_a_success_breaks_it() -> None:
+def test_three_consecutive_failures_deserve_ejection_and_a_success_resets_the_count() -> None:
     health = healthy()
     for _ in range(2):
         health.request_failed(Failure.CONNECTION, "refused")
@@ -51,7 +51,7 @@ def test_a_streak_deserves_ejection_and_a_success_breaks_it() -> None:
     assert health.state is State.EJECTED and not health.usable and health.last_reason == "503"
 
 
-def test_bad_replies_are_not_excused_by_successes() -> None:
+def test_a_success_does_not_reset_the_count_of_bad_replies() -> None:
     health = healthy()
     health.request_failed(Failure.BAD_REPLY, "NaN")
     health.request_ok(0.0)
@@ -60,8 +60,8 @@ def test_bad_replies_are_not_excused_by_successes() -> None:
     assert health.deserves_ejection
 
 
-def test_a_passed_probe_does_not_break_a_streak() -> None:
-    """A replica wedged on real requests may still score twelve tokens."""
+def test_a_passed_probe_does_not_reset_the_count_of_failed_requests() -> None:
+    """A replica that hangs on real requests may still score the twelve tokens of the probe."""
     health = healthy()
     for _ in range(3):
         health.request_failed(Failure.TIMEOUT, "slow")
@@ -69,7 +69,7 @@ def test_a_passed_probe_does_not_break_a_streak() -> None:
     assert health.state is State.HEALTHY and health.deserves_ejection
 
 
-def test_backoff_doubles_up_to_its_bound() -> None:
+def test_restart_backoff_doubles_up_to_its_limit() -> None:
     health = healthy()
     waits = []
     now = 100.0
@@ -86,7 +86,7 @@ def test_backoff_doubles_up_to_its_bound() -> None:
     assert waits == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_long_health_is_forgiven() -> None:
+def test_a_replica_that_was_healthy_for_a_minute_starts_again_with_no_setbacks_counted() -> None:
     health = healthy()
     health.eject(0.0)
     health.started()
@@ -98,7 +98,7 @@ def test_long_health_is_forgiven() -> None:
     assert health.setbacks == 0
 
 
-def test_the_first_death_is_followed_at_once_later_ones_wait() -> None:
+def test_the_first_restart_after_a_death_is_immediate_and_later_ones_wait() -> None:
     health = healthy()
     health.died(5.0, "killed")
     assert health.state is State.EJECTED and health.restart_due(5.0)
@@ -109,7 +109,7 @@ def test_the_first_death_is_followed_at_once_later_ones_wait() -> None:
     assert not health.restart_due(7.0) and health.restart_due(9.0)
 
 
-def test_a_failed_restart_waits_longer_and_stays_out() -> None:
+def test_a_failed_restart_or_probe_keeps_the_replica_ejected_and_lengthens_the_wait() -> None:
     health = healthy()
     health.died(0.0, "killed")
     health.restarting()
@@ -124,7 +124,7 @@ def test_a_failed_restart_waits_longer_and_stays_out() -> None:
 @pytest.mark.parametrize(
     "event", ["request_ok", "request_failed", "died", "probe_passed", "started", "eject"]
 )
-def test_retired_is_final(event: str) -> None:
+def test_no_event_changes_the_state_of_a_retired_replica(event: str) -> None:
     health = healthy()
     health.retire()
     {
@@ -138,7 +138,7 @@ def test_retired_is_final(event: str) -> None:
     assert health.state is State.RETIRED
 
 
-def test_late_news_of_an_ejected_replica_changes_nothing() -> None:
+def test_late_results_of_an_ejected_replica_do_not_change_its_state() -> None:
     health = healthy()
     health.eject(0.0)
     health.request_ok(1.0)
@@ -146,7 +146,7 @@ def test_late_news_of_an_ejected_replica_changes_nothing() -> None:
     assert health.state is State.EJECTED and health.streak == 0
 
 
-def test_balance_counts_tokens_not_requests() -> None:
+def test_load_balancing_counts_outstanding_tokens_and_not_requests() -> None:
     long, many = Load(), Load()
     long.begin(5000)
     for _ in range(10):
@@ -169,7 +169,7 @@ def test_idle_replicas_take_turns() -> None:
     assert order == ["a", "b", "c"] * 2
 
 
-def test_a_replica_that_fails_fast_does_not_look_idle() -> None:
+def test_failed_tokens_count_as_load_that_decays_so_that_a_failing_replica_is_not_preferred() -> None:
     quick_to_fail, busy = Load(), Load()
     busy.begin(1000)
     for _ in range(2):

@@ -17,7 +17,7 @@ POSITIONS = np.arange(1, P + 1, dtype=np.int32)
 
 
 class KnownPool:
-    """A teacher whose whole distribution is known."""
+    """A teacher pool with a known distribution at every position."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
@@ -49,7 +49,7 @@ def whole(pools: dict[str, Any], weights: dict[str, float] = WEIGHTS) -> np.ndar
     return np.log(sum(w * np.exp(pools[name].logprobs_PV) for name, w in weights.items()))
 
 
-def test_the_sampled_token_under_the_mixture(pools: dict[str, Any]) -> None:
+def test_a_mixtures_sampled_logprobs_are_those_of_the_mixed_distribution(pools: dict[str, Any]) -> None:
     scores = asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.SAMPLED))
     expected = np.take_along_axis(whole(pools), TOKENS[1:, None], 1)[:, 0]
     np.testing.assert_allclose(scores.sampled_logprobs, expected, atol=1e-6)
@@ -57,14 +57,14 @@ def test_the_sampled_token_under_the_mixture(pools: dict[str, Any]) -> None:
     assert scores.sampled_logprobs.dtype == np.float32
 
 
-def test_named_ids_under_the_mixture(pools: dict[str, Any]) -> None:
+def test_a_mixtures_logprobs_at_given_ids_are_those_of_the_mixed_distribution(pools: dict[str, Any]) -> None:
     ids = np.random.default_rng(3).integers(0, V, (P, 5)).astype(np.int32)
     scores = asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.AT_IDS, ids=ids))
     np.testing.assert_array_equal(scores.ids, ids)
     np.testing.assert_allclose(scores.logprobs, np.take_along_axis(whole(pools), ids, 1), atol=1e-6)
 
 
-def test_candidates_of_the_mixture(pools: dict[str, Any]) -> None:
+def test_a_mixtures_topk_is_the_best_of_all_teachers_candidates(pools: dict[str, Any]) -> None:
     scores = asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.TOPK, K))
     assert scores.ids is not None and scores.logprobs is not None and scores.ids.shape == (P, K)
     mixture_PV = whole(pools)
@@ -78,7 +78,7 @@ def test_candidates_of_the_mixture(pools: dict[str, Any]) -> None:
     assert pools["a"].asked == [Signal.TOPK, Signal.AT_IDS]
 
 
-def test_one_teacher_with_all_the_weight_is_that_teacher(pools: dict[str, Any]) -> None:
+def test_a_mixture_with_one_positive_weight_asks_only_that_teacher(pools: dict[str, Any]) -> None:
     item = ScoreItem("row", TOKENS, POSITIONS, Signal.TOPK, K)
     scores = asked(pools, item, {"a": 0.0, "b": 2.0})
     alone = asyncio.run(pools["b"].score([item]))[0]
@@ -86,7 +86,7 @@ def test_one_teacher_with_all_the_weight_is_that_teacher(pools: dict[str, Any]) 
     assert scores.teacher == "b" and pools["a"].asked == []
 
 
-def test_hidden_states_cannot_be_mixed(pools: dict[str, Any]) -> None:
+def test_a_mixture_refuses_the_hidden_signal(pools: dict[str, Any]) -> None:
     with pytest.raises(TeacherError, match="not the softmax of one head"):
         asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.HIDDEN))
     assert pools["a"].asked == []
@@ -105,11 +105,11 @@ def test_hidden_states_cannot_be_mixed(pools: dict[str, Any]) -> None:
         ("a", "is written"),
     ],
 )
-def test_weights_that_make_no_sense_are_refused(pools: dict[str, Any], weights: Any, message: str) -> None:
+def test_invalid_mixture_weights_are_refused(pools: dict[str, Any], weights: Any, message: str) -> None:
     with pytest.raises(TeacherError, match=message):
         asked(pools, ScoreItem("row", TOKENS, POSITIONS, Signal.SAMPLED), weights)
 
 
-def test_empty_weights_of_a_table_count_as_nothing(pools: dict[str, Any]) -> None:
+def test_a_null_mixture_weight_counts_as_zero(pools: dict[str, Any]) -> None:
     item = ScoreItem("row", TOKENS, POSITIONS, Signal.SAMPLED)
     assert asked(pools, item, {"a": 1.0, "b": None}).teacher == "a"  # type: ignore[dict-item]

@@ -1,4 +1,4 @@
-"""Layers in host memory: scores equal to the bit, each layer copied once a forward, into a block that no layer in use reads."""
+"""Layers offloaded to host memory: equal scores to the bit, one copy per layer and forward, into a free block."""
 
 import copy
 from pathlib import Path
@@ -35,7 +35,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(frozen: FrozenModel, layout: ScoringLayout = ScoringLayout.PADDED) -> ScoreReply:
-    """By transformers' own forward: the fast one for CPUs computes in another order, and no model with hooks takes it."""
+    """Scores with transformers' own forward: the fast CPU forward sums in another order and refuses hooks."""
     scorer = Scorer("t", frozen, ScorerOptions(layout=layout, max_batch_tokens=64))
     scorer.body.cpu_forward = lambda longest: None  # type: ignore[method-assign]
     warm_up(scorer)
@@ -51,16 +51,20 @@ def assert_same_bits(one: ScoreReply, other: ScoreReply) -> None:
 @pytest.mark.parametrize("wanted", ["1", "2", "3", "all"])
 @pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_are_equal_to_the_bit(deep: Path, wanted: str, layout: ScoringLayout, dtype: str) -> None:
+def test_scores_with_offloaded_layers_equal_scores_without_to_the_bit(
+    deep: Path, wanted: str, layout: ScoringLayout, dtype: str
+) -> None:
     whole = load_frozen(str(deep), dtype=dtype)
     moved = offloaded(load_frozen(str(deep), dtype=dtype), wanted, "cpu")
     assert weights_sha256(moved.model) == weights_sha256(whole.model)
     assert_same_bits(scores(whole, layout), scores(moved, layout))
-    assert weights_sha256(moved.model) == weights_sha256(whole.model), "on the host again after a forward"
+    assert weights_sha256(moved.model) == weights_sha256(whole.model), (
+        "after a forward the weights must be on the host again"
+    )
 
 
-class Watched:
-    """Which layer each copy belongs to, and whether layers compute from their block."""
+class OffloadEvents:
+    """Records which layer is copied when, and whether each layer computes from a device block or from host memory."""
 
     def __init__(self, frozen: FrozenModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
@@ -81,23 +85,25 @@ class Watched:
         self.events.append(("from its block" if storage in self.blocks else "from the host", number))
 
 
-def test_every_layer_is_copied_once_while_the_one_before_computes(
+def test_every_offloaded_layer_is_copied_once_and_during_the_layer_before_it(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = load_frozen(str(deep))
-    watched = Watched(frozen, monkeypatch)  # its hooks run before those that put a layer back
+    offload_events = OffloadEvents(
+        frozen, monkeypatch
+    )  # its hooks must run before those that move a layer back
     offloaded(frozen, "3", "cpu")
     for _ in range(2):
         plain_logprobs(frozen, random_items(1, 3, Signal.SAMPLED)[0])
-        assert watched.events == [
+        assert offload_events.events == [
             ("copy", 0), ("from the host", 0), ("from the host", 1), ("copy", 1), ("from its block", 2), ("copy", 2),
             ("from its block", 3), ("from its block", 4),
         ]  # fmt: skip
-        watched.events.clear()
-    assert len(watched.blocks) == 2
+        offload_events.events.clear()
+    assert len(offload_events.blocks) == 2
 
 
-def test_a_forward_that_failed_leaves_nothing_behind(deep: Path) -> None:
+def test_scores_after_a_failed_forward_equal_those_before(deep: Path) -> None:
     item = random_items(1, 3, Signal.SAMPLED)[0]
     frozen = offloaded(load_frozen(str(deep)), "all", "cpu")
     before = plain_logprobs(frozen, item)
@@ -108,7 +114,7 @@ def test_a_forward_that_failed_leaves_nothing_behind(deep: Path) -> None:
     assert plain_logprobs(frozen, item).tobytes() == before.tobytes()
 
 
-def test_new_weights_reach_the_host_copies(deep: Path) -> None:
+def test_updated_weights_reach_the_host_copies_of_offloaded_layers(deep: Path) -> None:
     moved = offloaded(load_frozen(str(deep)), "all", "cpu")
     scorer = Scorer("t", moved)
     other = copy.deepcopy(load_frozen(str(deep)))
@@ -121,7 +127,7 @@ def test_new_weights_reach_the_host_copies(deep: Path) -> None:
 
 
 def test_layers_of_different_sizes_share_the_blocks(tmp_path: Path) -> None:
-    """A model whose layers are not alike: dense ones and one with experts."""
+    """A model with dense layers and one layer of experts."""
     folder = write_model(
         tmp_path / "mixed",
         "qwen3_moe",
@@ -136,7 +142,7 @@ def test_layers_of_different_sizes_share_the_blocks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(plain_logprobs(whole, item), plain_logprobs(moved, item))
 
 
-def test_more_layers_than_there_are(deep: Path) -> None:
+def test_offloading_more_layers_than_the_model_has_is_refused(deep: Path) -> None:
     with pytest.raises(TeacherError, match=rf"offload = 6: .* has {LAYERS} layers; lower it, or set 'all'"):
         offloaded(load_frozen(str(deep)), "6", "cpu")
 
@@ -159,12 +165,14 @@ def recipe(model: str = "m", **teacher: Any) -> Any:
         ({"offload": "some"}, "offload"),
     ],
 )  # fmt: skip
-def test_where_it_cannot_be(keys: dict[str, Any], message: str) -> None:
+def test_offload_is_refused_together_with_settings_that_exclude_it(
+    keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**{"offload": "all", **keys})
 
 
-def test_check_counts_layers(deep: Path) -> None:
+def test_check_refuses_an_offload_of_more_layers_than_the_model_has(deep: Path) -> None:
     folders = {"t": ModelFolder.open(str(deep), "m")}
     assert offloads_fit(recipe(offload=5).teachers, folders) == []
     assert offloads_fit(recipe(offload=6).teachers, folders) == [
@@ -173,13 +181,13 @@ def test_check_counts_layers(deep: Path) -> None:
 
 
 @pytest.mark.parametrize("offload", [2, "all"])
-def test_plan_counts_what_lies_where(deep: Path, offload: Any) -> None:
+def test_the_plan_counts_device_and_host_bytes_of_offloaded_layers(deep: Path, offload: Any) -> None:
     plain, moved = recipe(str(deep)), recipe(str(deep), offload=offload)
     process, before = (plan_processes(one, seat(one, 2))[-1] for one in (moved, plain))
     layer = ModelFolder.open(str(deep), "m").layer_parameters[0] * 4
     count = LAYERS if offload == "all" else offload
     assert process.bytes is not None and before.bytes is not None and before.host_bytes == 0
-    assert before.bytes - process.bytes == (count - 2) * layer, "two layers are on their way"
+    assert before.bytes - process.bytes == (count - 2) * layer, "the blocks hold two layers on the device"
     assert count * layer <= process.host_bytes < 2 * count * layer
     kept = offloaded(load_frozen(str(deep)), str(offload), "cpu").body.layers[-1]
     assert sum(weight.nbytes for weight in kept.parameters()) == layer
@@ -187,7 +195,7 @@ def test_plan_counts_what_lies_where(deep: Path, offload: Any) -> None:
     assert offloaded_bytes(recipe(str(deep), offload=1).teachers["t"])[0] == 0
 
 
-def test_a_replica_on_a_cpu_has_its_layers_in_host_memory_as_it_is(deep: Path) -> None:
+def test_a_cpu_replica_ignores_offload_and_invalid_offload_arguments_are_refused(deep: Path) -> None:
     arguments = ["--model", str(deep), "--name", "t", "--device", "cpu", "--offload", "all"]
     worker, *_ = build_worker(parse_args(arguments))
     assert not any(layer._forward_pre_hooks for layer in worker.scorer.frozen.body.layers)

@@ -1,4 +1,4 @@
-"""The pool with scripted replicas and a clock that the test moves: retries, ejections, pauses, restarts."""
+"""The teacher pool with scripted replicas and a manual clock: retries, ejections, pauses, restarts."""
 
 import asyncio
 import heapq
@@ -53,7 +53,7 @@ OPTIONS = PoolOptions(
 
 
 class ManualClock:
-    """Time passes only in `advance`, and sleepers wake in order."""
+    """A clock whose time passes only in `advance`; sleepers wake in order of their time."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -89,11 +89,11 @@ Behaviour = Callable[["Scripted", Sequence[ScoreItem]], Awaitable[list[TeacherSc
 
 
 class Scripted:
-    """A replica that does what it is told; the fixed tokens are answered honestly unless told otherwise."""
+    """A replica with scripted behaviour. It answers probes correctly unless `probe_error` is set."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.now: Behaviour = well
+        self.behaviour: Behaviour = answer_correctly
         self.probe_error: Exception | None = None
         self.manifest_now = MANIFEST
         self.asked: list[list[str]] = []
@@ -107,7 +107,7 @@ class Scripted:
             return answer("math", items)
         self.asked.append([item.key for item in items if item.key != CANARY_KEY])
         self.timeouts.append(timeout)
-        return await self.now(self, items)
+        return await self.behaviour(self, items)
 
     async def manifest(self) -> Manifest:
         if isinstance(self.probe_error, TeacherUnavailable):
@@ -128,7 +128,7 @@ def answer(teacher: str, items: Sequence[ScoreItem]) -> list[TeacherScores]:
     ]
 
 
-async def well(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+async def answer_correctly(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
     return answer(replica.name, items)
 
 
@@ -141,11 +141,11 @@ def failing(error: Exception) -> Behaviour:
 
 REFUSED_CONNECTION = TeacherUnavailable("connection refused")
 TIMEOUT = ReplicaTimeout("no answer")
-LIE = TeacherReplyError("teacher math, replica a, row 'row-0-0', position 3: NaN")
+BAD_REPLY = TeacherReplyError("teacher math, replica a, row 'row-0-0', position 3: NaN")
 
 
 class Rig:
-    """A pool over scripted replicas; as a launcher it hands out fresh ones."""
+    """A pool of scripted replicas. It is also the pool's launcher, which starts fresh ones."""
 
     def __init__(self, names: str = "ab", external: bool = False, options: PoolOptions = OPTIONS) -> None:
         self.clock = ManualClock()
@@ -191,7 +191,7 @@ class Rig:
 
     def kill(self, replica: str) -> None:
         self.living.discard(replica)
-        self.replicas[replica].now = failing(REFUSED_CONNECTION)
+        self.replicas[replica].behaviour = failing(REFUSED_CONNECTION)
         self.replicas[replica].probe_error = REFUSED_CONNECTION
 
     def state(self, replica: str) -> State:
@@ -201,7 +201,7 @@ class Rig:
         return [event for event in self.events if event.kind is kind]
 
     async def score(self, items: list[ScoreItem] | None = None) -> list[TeacherScores]:
-        """Score, moving the clock as long as it takes."""
+        """Scores the items and advances the clock until the pool answers."""
         task = asyncio.create_task(self.pool.score(items or random_items(1)))
         for _ in range(400):
             await settle()
@@ -212,7 +212,7 @@ class Rig:
         raise AssertionError("no scores after 40 s")
 
 
-def running(test: Callable[[Rig], Awaitable[None]], rig: Rig) -> None:
+def run_with_pool(test: Callable[[Rig], Awaitable[None]], rig: Rig) -> None:
     async def run() -> None:
         await rig.pool.start()
         try:
@@ -223,43 +223,43 @@ def running(test: Callable[[Rig], Awaitable[None]], rig: Rig) -> None:
     asyncio.run(run())
 
 
-def test_a_failed_request_is_answered_by_another_replica() -> None:
+def test_a_request_is_retried_on_another_replica_when_its_replica_fails() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         scores = await rig.pool.score(random_items(2))
         assert [s.teacher for s in scores] == ["b", "b"]
         assert rig.replicas["a"].asked == rig.replicas["b"].asked == [["row-0-0", "row-0-1"]]
         assert rig.pool.metrics().retries == 1 and rig.events_of(EventKind.RETRIED)[0].replica == "a"
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_refusal_is_the_requests_fault_and_not_retried() -> None:
+def test_a_refused_request_is_not_retried_and_does_not_count_against_the_replica() -> None:
     async def test(rig: Rig) -> None:
         for replica in rig.replicas.values():
-            replica.now = failing(RequestRefused("K too large"))
+            replica.behaviour = failing(RequestRefused("K too large"))
         with pytest.raises(RequestRefused, match="K too large"):
             await rig.pool.score(random_items(1))
         assert sum(len(r.asked) for r in rig.replicas.values()) == 1
         assert {rig.state("a"), rig.state("b")} == {State.HEALTHY}
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-@pytest.mark.parametrize("error", [LIE, ScoringFailed("503 out of memory")])
-def test_a_request_that_spoils_every_reply_is_raised_not_retried_forever(error: TeacherError) -> None:
+@pytest.mark.parametrize("error", [BAD_REPLY, ScoringFailed("503 out of memory")])
+def test_a_request_with_only_bad_replies_fails_after_max_bad_attempts(error: TeacherError) -> None:
     async def test(rig: Rig) -> None:
         for replica in rig.replicas.values():
-            replica.now = failing(error)
+            replica.behaviour = failing(error)
         with pytest.raises(type(error), match=str(error)[:10]):
             await rig.score()
         assert sum(len(r.asked) for r in rig.replicas.values()) == OPTIONS.max_bad_attempts
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_scores_that_slipped_under_a_right_echo_are_caught() -> None:
-    """Nothing in such a reply is impossible by itself; the fixed tokens that came along give it away."""
+def test_scores_shifted_across_rows_are_detected_by_the_canary_row() -> None:
+    """Every number of such a reply is valid; only the canary row with its known scores shows the shift."""
 
     async def slipped(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
         right = answer(replica.name, items)
@@ -271,7 +271,7 @@ def test_scores_that_slipped_under_a_right_echo_are_caught() -> None:
         ]
 
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = slipped
+        rig.replicas["a"].behaviour = slipped
         scores = await rig.pool.score(random_items(2))
         assert [s.teacher for s in scores] == ["b", "b"] and len(scores) == 2
         message = rig.events_of(EventKind.RETRIED)[0].message
@@ -281,13 +281,13 @@ def test_scores_that_slipped_under_a_right_echo_are_caught() -> None:
             and "shifted" in message
         )
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
 @pytest.mark.parametrize(
     ("signal", "k"), [(Signal.TOPK, 4), (Signal.AT_IDS, 3), (Signal.SAMPLED, 0), (Signal.HIDDEN, 0)]
 )
-def test_the_canary_is_asked_for_like_its_neighbours(signal: Signal, k: int) -> None:
+def test_the_canary_row_is_requested_with_the_signal_and_k_of_the_last_row(signal: Signal, k: int) -> None:
     seen: list[ScoreItem] = []
 
     async def watch(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
@@ -295,55 +295,55 @@ def test_the_canary_is_asked_for_like_its_neighbours(signal: Signal, k: int) -> 
         return answer(replica.name, items)
 
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = watch
+        rig.replicas["a"].behaviour = watch
         assert len(await rig.pool.score(random_items(2, 1, signal, k))) == 2
         assert [item.key for item in seen] == ["row-1-0", "row-1-1", CANARY_KEY]
         assert (seen[2].signal, seen[2].k) == (seen[1].signal, seen[1].k)
         assert seen[2].ids is None or seen[2].ids.shape == (len(seen[2].positions), k)
-        request_of(seen)  # a request that makes sense
+        request_of(seen)  # raises if the request is invalid
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_streak_ejects_and_the_last_one_stays() -> None:
+def test_failing_external_replicas_are_ejected_but_the_last_usable_one_is_kept() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = rig.replicas["b"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = rig.replicas["b"].behaviour = failing(TIMEOUT)
         task = asyncio.create_task(rig.pool.score(random_items(1)))
         await settle()
         for _ in range(200):
             await rig.clock.advance(0.1)
             assert any(r.state in (State.HEALTHY, State.SUSPECT) for r in rig.pool.metrics().replicas)
         assert rig.events_of(EventKind.EJECTED)
-        rig.replicas["b"].now = rig.replicas["a"].now = well
+        rig.replicas["b"].behaviour = rig.replicas["a"].behaviour = answer_correctly
         await rig.clock.advance(10.0)
         assert (await task)[0].key == "row-0-0"
 
-    running(test, Rig(external=True))
+    run_with_pool(test, Rig(external=True))
 
 
-def test_a_wedged_replica_that_still_passes_probes_is_ejected_by_its_streak() -> None:
+def test_a_replica_that_passes_probes_but_fails_three_requests_is_ejected() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         while not rig.events_of(EventKind.EJECTED) and rig.clock.now() < 200:
             await rig.score()
             await rig.clock.advance(15.0)
         assert rig.events_of(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 3
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_suspect_that_fails_its_probe_is_ejected_after_one_request() -> None:
+def test_a_suspect_replica_that_fails_its_probe_is_ejected_after_one_request() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         rig.replicas["a"].probe_error = TIMEOUT
         await rig.pool.score(random_items(1))
         await settle()
         assert rig.state("a") is State.EJECTED and len(rig.replicas["a"].asked) == 1
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_request_that_waits_for_its_turn_is_not_sent_to_a_replica_that_was_ejected_meanwhile() -> None:
+def test_a_request_queued_for_a_replica_that_is_ejected_goes_to_another_replica() -> None:
     async def test(rig: Rig) -> None:
         a, b, gate = rig.replicas["a"], rig.replicas["b"], asyncio.Event()
 
@@ -353,44 +353,44 @@ def test_a_request_that_waits_for_its_turn_is_not_sent_to_a_replica_that_was_eje
                 raise TIMEOUT
             return answer(replica.name, items)
 
-        a.now = b.now = held
+        a.behaviour = b.behaviour = held
         calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(4)]
         await settle()
-        assert len(a.asked) == len(b.asked) == 1, "one is under way at each, one waits"
+        assert len(a.asked) == len(b.asked) == 1, "each replica may have only one request at a time"
         rig.start_error = ChildDied("it does not start")
         rig.kill("a")
-        a.now = held
+        a.behaviour = held
         await rig.clock.advance(0.3)
         assert rig.state("a") is State.EJECTED
         gate.set()
         await rig.clock.advance(5.0)
         assert all(call.done() and len(call.result()) == 1 for call in calls)
-        assert len(a.asked) == 1, "what waited for it went to the other one"
+        assert len(a.asked) == 1, "a queued request was sent to the ejected replica"
 
     one = replace(SUPERVISOR, max_in_flight=1)
-    running(test, Rig(options=replace(OPTIONS, supervisor=one)))
+    run_with_pool(test, Rig(options=replace(OPTIONS, supervisor=one)))
 
 
-def test_a_liar_is_ejected_although_it_also_tells_the_truth() -> None:
+def test_a_replica_with_some_bad_replies_is_ejected_although_others_are_good() -> None:
     async def test(rig: Rig) -> None:
         turns = itertools.count()
 
         async def sometimes(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
             if next(turns) % 3 == 0:
-                raise LIE
+                raise BAD_REPLY
             return answer(replica.name, items)
 
-        rig.replicas["a"].now = sometimes
+        rig.replicas["a"].behaviour = sometimes
         while not rig.events_of(EventKind.EJECTED) and rig.clock.now() < 200:
             await rig.score()
             await rig.clock.advance(15.0)
         assert rig.events_of(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 4
         assert "NaN" in rig.events_of(EventKind.EJECTED)[0].message
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_dead_replica_is_restarted_and_readmitted() -> None:
+def test_a_dead_replica_is_restarted_and_becomes_healthy() -> None:
     async def test(rig: Rig) -> None:
         rig.kill("a")
         await rig.clock.advance(1.0)
@@ -399,11 +399,11 @@ def test_a_dead_replica_is_restarted_and_readmitted() -> None:
         assert [e.kind for e in rig.events] == [EventKind.EJECTED, EventKind.RESTARTED]
         assert rig.pool.metrics().replicas[0].restarts == 1
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
 class KilledAtStart(Rig):
-    """The first starts of replica b end by a signal, or after it is ready and before it answers."""
+    """The first `times` starts of replica b fail: it dies before it is ready or, with `answers`, just after."""
 
     def __init__(self, times: int, answers: bool, killed: bool = True) -> None:
         super().__init__()
@@ -427,16 +427,16 @@ class KilledAtStart(Rig):
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_replica_that_is_killed_while_the_run_starts_is_started_again(answers: bool) -> None:
+def test_a_replica_killed_during_the_start_of_the_run_is_started_again(answers: bool) -> None:
     async def test(rig: Rig) -> None:
         assert [name for _, name in rig.starts] == ["a", "b", "b", "b"]
         assert rig.state("b") is State.HEALTHY
 
-    running(test, KilledAtStart(2, answers))
+    run_with_pool(test, KilledAtStart(2, answers))
 
 
 @pytest.mark.parametrize(("times", "killed", "starts"), [(9, True, 4), (9, False, 1)])
-def test_a_replica_that_never_starts_or_fails_by_itself_ends_the_start(
+def test_the_pools_start_fails_when_a_replica_exits_by_itself_or_is_killed_too_often(
     times: int, killed: bool, starts: int
 ) -> None:
     rig = KilledAtStart(times, False, killed)
@@ -445,11 +445,11 @@ def test_a_replica_that_never_starts_or_fails_by_itself_ends_the_start(
         raise AssertionError("the pool started")
 
     with pytest.raises(ChildDied, match="ended with code -9"):
-        running(test, rig)
+        run_with_pool(test, rig)
     assert [name for _, name in rig.starts].count("b") == starts
 
 
-def test_failed_restarts_back_off() -> None:
+def test_failed_restarts_of_a_replica_are_repeated_with_backoff() -> None:
     async def test(rig: Rig) -> None:
         rig.start_error = RuntimeError("no GPU")
         rig.kill("a")
@@ -462,7 +462,7 @@ def test_failed_restarts_back_off() -> None:
         await rig.clock.advance(9.0)
         assert rig.state("a") is State.HEALTHY
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
 LIMITED = replace(
@@ -470,10 +470,10 @@ LIMITED = replace(
 )
 
 
-def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() -> None:
-    """Not while another replica serves; once none is left, waiting requests fail with an error that blames no row."""
+def test_a_replica_is_given_up_after_its_restarts_and_the_final_error_begins_with_its_log() -> None:
+    """The other replica serves meanwhile. Once none is left, requests fail with a `ClusterError`."""
 
-    class Hearing(Rig):
+    class RigWithLog(Rig):
         def end_of_log(self, replica: str) -> str:
             return f"Traceback …\nRuntimeError: {replica} is out of memory"
 
@@ -481,7 +481,7 @@ def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() 
         rig.start_error = RuntimeError("no GPU")
         rig.kill("a")
         await rig.clock.advance(60.0)
-        assert [name for _, name in rig.starts].count("a") == 1 + 3, "three restarts and no more"
+        assert [name for _, name in rig.starts].count("a") == 1 + 3, "there must be exactly three restarts"
         assert rig.state("a") is State.RETIRED
         assert "given up after 3 restarts" in rig.events_of(EventKind.EJECTED)[-1].message
         assert (await rig.score())[0].teacher == "b"
@@ -492,10 +492,10 @@ def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() 
         assert message.startswith("Traceback …\nRuntimeError: b is out of memory\nno GPU")
         assert "cluster.restarts.teacher" in message and "no replica of teacher math is left" in message
 
-    running(test, Hearing(options=LIMITED))
+    run_with_pool(test, RigWithLog(options=LIMITED))
 
 
-def test_restarts_are_counted_anew_after_a_minute_of_health() -> None:
+def test_the_restart_count_is_reset_after_a_minute_of_health() -> None:
     async def test(rig: Rig) -> None:
         for _ in range(8):
             rig.kill("a")
@@ -513,17 +513,17 @@ def test_restarts_are_counted_anew_after_a_minute_of_health() -> None:
         await rig.clock.advance(60.0)
         assert rig.state("a") is State.RETIRED
 
-    running(test, Rig("a", options=LIMITED))
+    run_with_pool(test, Rig("a", options=LIMITED))
 
 
-def test_a_replica_that_comes_back_with_other_weights_stays_out() -> None:
+def test_a_replica_that_restarts_with_other_weights_is_not_used() -> None:
     async def test(rig: Rig) -> None:
-        def impostor(name: str) -> Scripted:
+        def other_manifest(name: str) -> Scripted:
             replica = Scripted(name)
             replica.manifest_now = msgspec.structs.replace(MANIFEST, weights_sha256="bb")
             return replica
 
-        rig.fresh = impostor
+        rig.fresh = other_manifest
         rig.kill("a")
         await rig.clock.advance(5.0)
         assert rig.state("a") is not State.HEALTHY
@@ -531,10 +531,10 @@ def test_a_replica_that_comes_back_with_other_weights_stays_out() -> None:
         await rig.score()
         assert not rig.replicas["a"].asked
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
+def test_calls_pause_while_no_replica_is_usable_and_complete_after_a_restart() -> None:
     async def test(rig: Rig) -> None:
         rig.start_error = RuntimeError("no machine")
         for name in "ab":
@@ -553,10 +553,10 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
         assert len(rig.events_of(EventKind.RESUMED)) == 1 and not rig.pool.metrics().paused
         assert 15.0 < rig.pool.metrics().paused_seconds < 30.0
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key_to_set() -> None:
+def test_a_call_fails_after_outage_seconds_when_no_external_server_answers() -> None:
     async def test(rig: Rig) -> None:
         for name in "ab":
             rig.kill(name)
@@ -576,32 +576,32 @@ def test_external_servers_that_stay_away_end_the_call_after_a_while_with_the_key
             caught.value
         )
 
-    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+    run_with_pool(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
 @pytest.mark.parametrize(
     "error",
     [NotServing("(503) busy"), NotAllowed("(401) no token"), NoSuchRoute("(404) model is not loaded")],
 )
-def test_a_server_that_turns_requests_away_costs_time_and_no_rows(error: TeacherError) -> None:
+def test_401_404_and_503_of_external_servers_are_retried_until_outage_seconds(error: TeacherError) -> None:
     async def test(rig: Rig) -> None:
         for replica in rig.replicas.values():
-            replica.now = failing(error)
+            replica.behaviour = failing(error)
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(20.0)
         assert sum(len(r.asked) for r in rig.replicas.values()) > OPTIONS.max_bad_attempts and not call.done()
         for replica in rig.replicas.values():
-            replica.now = well
+            replica.behaviour = answer_correctly
         await rig.clock.advance(20.0)
         assert (await call)[0].key == "row-0-0"
         for replica in rig.replicas.values():
-            replica.now = failing(error)
+            replica.behaviour = failing(error)
         lost = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(90.0)
         with pytest.raises(ClusterError, match=re.escape(str(error))):
             await lost
 
-    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+    run_with_pool(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
 def busy(seconds: float) -> NotServing:
@@ -610,16 +610,16 @@ def busy(seconds: float) -> NotServing:
     return error
 
 
-def test_a_server_that_names_a_time_is_not_asked_before_it() -> None:
-    """Neither by a request nor by a probe; the others serve meanwhile, and it is not ejected for it."""
+def test_retry_after_keeps_requests_and_probes_from_a_server_until_it_has_passed() -> None:
+    """Other replicas serve meanwhile, and the server is not ejected."""
 
     async def test(rig: Rig) -> None:
         first = rig.replicas["a"]
-        first.now, first.probe_error = failing(busy(20.0)), AssertionError("probed")
+        first.behaviour, first.probe_error = failing(busy(20.0)), AssertionError("probed")
         for _ in range(6):
             await rig.score()
         assert len(first.asked) == 1 and len(rig.replicas["b"].asked) == 6 and rig.pool.width == 1
-        first.now, first.probe_error = well, None
+        first.behaviour, first.probe_error = answer_correctly, None
         await rig.clock.advance(19.0 - rig.clock.now())
         await rig.score()
         assert len(first.asked) == 1 and rig.state("a") is State.HEALTHY
@@ -628,18 +628,18 @@ def test_a_server_that_names_a_time_is_not_asked_before_it() -> None:
         await asyncio.gather(*calls)
         assert len(first.asked) > 1 and rig.pool.width == 2 and not rig.events_of(EventKind.EJECTED)
 
-    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+    run_with_pool(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
 @pytest.mark.parametrize(
     ("asked", "most", "waited"), [(20.0, 60.0, 20.0), (1e9, 60.0, 30.0), (1e9, None, 10.0)]
 )
-def test_calls_wait_as_long_as_the_only_server_asks_and_no_longer_than_they_may(
+def test_the_pause_of_a_lone_server_is_its_retry_after_capped_by_outage_seconds(
     asked: float, most: float | None, waited: float
 ) -> None:
     async def test(rig: Rig) -> None:
         (replica,) = rig.replicas.values()
-        replica.now = failing(busy(asked))
+        replica.behaviour = failing(busy(asked))
         calls = [asyncio.create_task(rig.pool.score(random_items(1))) for _ in range(3)]
         await rig.clock.advance(0.0)
         first = len(replica.asked)
@@ -647,34 +647,34 @@ def test_calls_wait_as_long_as_the_only_server_asks_and_no_longer_than_they_may(
         paused = rig.events_of(EventKind.PAUSED)[0]
         assert len(replica.asked) == first >= 1
         assert "a at http://elsewhere resting ((429) slowly)" in paused.message
-        replica.now = well
+        replica.behaviour = answer_correctly
         await rig.clock.advance(3.0)
         assert all(call.done() for call in calls) and len(rig.events_of(EventKind.RESUMED)) == 1
 
-    running(test, Rig("a", external=True, options=replace(OPTIONS, outage_most=most)))
+    run_with_pool(test, Rig("a", external=True, options=replace(OPTIONS, outage_most=most)))
 
 
-def test_a_server_that_names_a_time_while_it_is_probed_is_left_alone_too() -> None:
+def test_retry_after_of_a_failed_probe_delays_the_next_probe() -> None:
     async def test(rig: Rig) -> None:
         first = rig.replicas["a"]
-        first.now, first.probe_error = failing(REFUSED_CONNECTION), busy(25.0)
+        first.behaviour, first.probe_error = failing(REFUSED_CONNECTION), busy(25.0)
         await rig.score()
         await rig.clock.advance(1.0)
         assert rig.state("a") is State.EJECTED
-        first.now, first.probe_error = well, None
+        first.behaviour, first.probe_error = answer_correctly, None
         await rig.clock.advance(22.0)
         assert rig.state("a") is State.EJECTED and rig.pool.width == 1
         await rig.clock.advance(5.0)
         assert rig.state("a") is State.HEALTHY and rig.pool.width == 2
 
-    running(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
+    run_with_pool(test, Rig(external=True, options=replace(OPTIONS, outage_most=60.0)))
 
 
 WAITING = replace(OPTIONS, supervisor=replace(SUPERVISOR, external_wait=60.0))
 
 
-class Loading(Rig):
-    """External replicas that raise these errors, one at each attempt to identify them."""
+class UnreadyServers(Rig):
+    """External replicas that raise the given errors, one at each attempt to identify them."""
 
     def __init__(self, *errors: TeacherError, names: str = "a") -> None:
         super().__init__(names, external=True, options=WAITING)
@@ -689,7 +689,7 @@ class Loading(Rig):
     async def started(self, seconds: float) -> None:
         task = asyncio.create_task(self.pool.start())
         await self.clock.advance(seconds)
-        assert task.done(), "the start waits still"
+        assert task.done(), "the start is still waiting"
         try:
             await task
             self.width = self.pool.width
@@ -697,8 +697,8 @@ class Loading(Rig):
             await self.pool.close()
 
 
-def test_the_start_waits_for_an_external_server_that_cannot_answer_yet() -> None:
-    rig = Loading(REFUSED_CONNECTION, NotServing("(503) loading"), busy(7.0))
+def test_the_start_waits_for_an_external_server_that_is_not_ready() -> None:
+    rig = UnreadyServers(REFUSED_CONNECTION, NotServing("(503) loading"), busy(7.0))
     asyncio.run(rig.started(20.0))
     assert rig.attempts == [0.0, 0.25, 0.75, 7.75]
     (event,) = rig.events_of(EventKind.PAUSED)
@@ -707,11 +707,11 @@ def test_the_start_waits_for_an_external_server_that_cannot_answer_yet() -> None
         "(cluster.start_timeout_seconds); Ctrl-C ends the wait"
     )
     assert [event.message for event in rig.events_of(EventKind.RESUMED)] == ["answers after 8 s"]
-    assert rig.width == 1, "it is not left alone any longer"
+    assert rig.width == 1, "after the start the replica's Retry-After must no longer apply"
 
 
-def test_a_start_that_waited_too_long_says_how_long_and_what_was_answered_last() -> None:
-    rig = Loading(REFUSED_CONNECTION, *[busy(1e9)] * 9)
+def test_a_start_that_times_out_reports_the_wait_and_the_last_answer_of_the_server() -> None:
+    rig = UnreadyServers(REFUSED_CONNECTION, *[busy(1e9)] * 9)
     with pytest.raises(TeacherUnavailable) as error:
         asyncio.run(rig.started(61.0))
     assert rig.attempts == [0.0, 0.25, 60.0]
@@ -722,18 +722,19 @@ def test_a_start_that_waited_too_long_says_how_long_and_what_was_answered_last()
 
 
 @pytest.mark.parametrize(
-    "error", [NotAllowed("(401) no token"), NoSuchRoute("(404) no model"), TeacherError("serves no model 'x'"), LIE]
+    "error",
+    [NotAllowed("(401) no token"), NoSuchRoute("(404) no model"), TeacherError("serves no model 'x'"), BAD_REPLY],
 )  # fmt: skip
-def test_an_error_that_waiting_does_not_mend_ends_the_start_at_once(error: TeacherError) -> None:
-    rig = Loading(NotServing("(503) loading"), error)
+def test_a_permanent_error_of_an_external_server_ends_the_start_at_once(error: TeacherError) -> None:
+    rig = UnreadyServers(NotServing("(503) loading"), error)
     with pytest.raises(type(error), match=re.escape(str(error))):
         asyncio.run(rig.started(1.0))
     assert rig.attempts == [0.0, 0.25]
 
 
-def test_a_cancelled_start_does_not_wait_on() -> None:
+def test_a_cancelled_start_stops_waiting_for_external_servers() -> None:
     async def start() -> None:
-        rig = Loading(*[REFUSED_CONNECTION] * 99)
+        rig = UnreadyServers(*[REFUSED_CONNECTION] * 99)
         task = asyncio.create_task(rig.pool.start())
         await rig.clock.advance(3.0)
         task.cancel()
@@ -743,8 +744,8 @@ def test_a_cancelled_start_does_not_wait_on() -> None:
     asyncio.run(start())
 
 
-def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
-    """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
+def test_a_late_reply_of_a_dead_replica_does_not_end_the_pause() -> None:
+    """The next request would find no replica, and the user would be told of a second outage."""
 
     async def test(rig: Rig) -> None:
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -755,7 +756,7 @@ def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
 
         rig.start_error = RuntimeError("no machine")
         for name in "ab":
-            rig.replicas[name].now = slow
+            rig.replicas[name].behaviour = slow
         early = asyncio.create_task(rig.pool.score(random_items(1, 0)))
         await settle()
         for name in "ab":
@@ -772,11 +773,11 @@ def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
         assert (await late)[0].key == "row-1-0"
         assert len(rig.events_of(EventKind.PAUSED)) == len(rig.events_of(EventKind.RESUMED)) == 1
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_one_failure_after_an_outage_is_a_retry_and_not_another_outage() -> None:
-    """A call that waited long has many rounds behind it; they belong to the outage that is over."""
+def test_one_failure_after_an_outage_is_a_retry_and_not_a_second_pause() -> None:
+    """The failed rounds of a call that waited through the outage must not count after it."""
 
     async def test(rig: Rig) -> None:
         rig.start_error = RuntimeError("no machine")
@@ -792,7 +793,7 @@ def test_one_failure_after_an_outage_is_a_retry_and_not_another_outage() -> None
 
         def fresh(name: str) -> Scripted:
             replica = Scripted(name)
-            replica.now = stumbling
+            replica.behaviour = stumbling
             return replica
 
         rig.fresh, rig.start_error = fresh, None
@@ -800,12 +801,12 @@ def test_one_failure_after_an_outage_is_a_retry_and_not_another_outage() -> None
         assert all(call.done() for call in calls)
         assert len(rig.events_of(EventKind.PAUSED)) == len(rig.events_of(EventKind.RESUMED)) == 1
 
-    running(test, Rig("a"))
+    run_with_pool(test, Rig("a"))
 
 
-def test_a_lone_wedged_replica_is_restarted_when_it_can_be() -> None:
+def test_the_only_replica_is_restarted_when_it_stops_answering_and_can_be_restarted() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         rig.replicas["a"].probe_error = TIMEOUT
         scores = await rig.score()
         assert (
@@ -814,12 +815,12 @@ def test_a_lone_wedged_replica_is_restarted_when_it_can_be() -> None:
             and rig.stops == ["a"]
         )
 
-    running(test, Rig("a"))
+    run_with_pool(test, Rig("a"))
 
 
-def test_a_lone_external_replica_is_never_ejected() -> None:
+def test_the_only_external_replica_is_never_ejected() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(REFUSED_CONNECTION)
+        rig.replicas["a"].behaviour = failing(REFUSED_CONNECTION)
         rig.replicas["a"].probe_error = REFUSED_CONNECTION
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await rig.clock.advance(15.0)
@@ -828,27 +829,27 @@ def test_a_lone_external_replica_is_never_ejected() -> None:
             and not rig.events_of(EventKind.EJECTED)
             and rig.events_of(EventKind.PAUSED)
         )
-        rig.replicas["a"].now = well
+        rig.replicas["a"].behaviour = answer_correctly
         await rig.clock.advance(3.0)
         assert (await call)[0].key == "row-0-0"
 
-    running(test, Rig("a", external=True))
+    run_with_pool(test, Rig("a", external=True))
 
 
-def test_an_external_replica_returns_after_a_probe_without_a_launcher() -> None:
+def test_an_ejected_external_replica_is_readmitted_after_a_successful_probe() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(REFUSED_CONNECTION)
+        rig.replicas["a"].behaviour = failing(REFUSED_CONNECTION)
         rig.replicas["a"].probe_error = REFUSED_CONNECTION
         await rig.score()
         assert rig.state("a") is State.EJECTED
-        rig.replicas["a"].now, rig.replicas["a"].probe_error = well, None
+        rig.replicas["a"].behaviour, rig.replicas["a"].probe_error = answer_correctly, None
         await rig.clock.advance(3.0)
         assert rig.state("a") is State.HEALTHY and rig.events_of(EventKind.READMITTED)
 
-    running(test, Rig(external=True))
+    run_with_pool(test, Rig(external=True))
 
 
-def test_traffic_follows_outstanding_tokens() -> None:
+def test_requests_go_to_the_replica_with_the_fewest_outstanding_tokens() -> None:
     async def test(rig: Rig) -> None:
         gate = asyncio.Event()
 
@@ -857,7 +858,7 @@ def test_traffic_follows_outstanding_tokens() -> None:
             return answer(replica.name, items)
 
         for replica in rig.replicas.values():
-            replica.now = held
+            replica.behaviour = held
         long = random_items(1, 0, lengths=(90, 91))
         short = [random_items(1, seed, lengths=(10, 11)) for seed in range(1, 9)]
         calls = [asyncio.create_task(rig.pool.score(items)) for items in [long, *short]]
@@ -868,26 +869,26 @@ def test_traffic_follows_outstanding_tokens() -> None:
         assert {r.name: r.outstanding_tokens for r in rig.pool.metrics().replicas} == {"a": 0, "b": 0}
         assert abs(rig.pool.metrics().replicas[0].share - 90 / 170) < 1e-9
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_deadlines_follow_tokens_waiting_and_grow_after_a_timeout() -> None:
+def test_request_deadlines_grow_with_waiting_tokens_and_after_a_timeout() -> None:
     async def test(rig: Rig) -> None:
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         await rig.pool.score(random_items(1, lengths=(50, 51)))
         assert rig.replicas["a"].timeouts == [pytest.approx(10.0 + 50 / 100)]
         assert rig.replicas["b"].timeouts == [pytest.approx(1.5 * (10.0 + 50 / 100))]
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_cancelled_call_leaves_no_load_behind() -> None:
+def test_a_cancelled_call_leaves_no_outstanding_tokens_or_failures() -> None:
     async def test(rig: Rig) -> None:
         async def forever(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
             await asyncio.Event().wait()
             return []
 
-        rig.replicas["a"].now = forever
+        rig.replicas["a"].behaviour = forever
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await settle()
         call.cancel()
@@ -896,10 +897,10 @@ def test_a_cancelled_call_leaves_no_load_behind() -> None:
         assert metrics.queue_depth == 0 and metrics.replicas[0].outstanding_tokens == 0
         assert metrics.replicas[0].failures == 0
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_replicas_join_and_leave_while_running() -> None:
+def test_replicas_can_be_added_and_removed_while_the_pool_runs() -> None:
     async def test(rig: Rig) -> None:
         await rig.pool.add(ReplicaSpec("c"))
         assert rig.state("c") is State.HEALTHY
@@ -914,26 +915,26 @@ def test_replicas_join_and_leave_while_running() -> None:
         with pytest.raises(TeacherError, match="no replica 'zz'; it has c"):
             await rig.pool.remove("zz")
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_replica_that_joins_must_be_the_same_teacher() -> None:
+def test_an_added_replica_with_another_manifest_is_refused() -> None:
     async def test(rig: Rig) -> None:
-        def impostor(name: str) -> Scripted:
+        def other_manifest(name: str) -> Scripted:
             replica = Scripted(name)
             replica.manifest_now = msgspec.structs.replace(MANIFEST, dtype="bfloat16")
             return replica
 
-        rig.fresh = impostor
+        rig.fresh = other_manifest
         with pytest.raises(TeacherError, match="dtype is bfloat16"):
             await rig.pool.add(ReplicaSpec("c"))
         assert [r.name for r in rig.pool.metrics().replicas] == ["a", "b"] and rig.stops == ["c"]
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_replica_that_joins_while_weights_are_published_gets_them_too() -> None:
-    """Its manifest was read before: it is identified once more, instead of being refused for its old version."""
+def test_a_replica_added_during_a_publish_gets_the_new_weights() -> None:
+    """Its manifest was read before the publish; it is identified again instead of refused for its old version."""
 
     async def test(rig: Rig) -> None:
         delivered: list[str] = []
@@ -957,10 +958,10 @@ def test_a_replica_that_joins_while_weights_are_published_gets_them_too() -> Non
         await rig.pool.change_version(1, deliver)
         assert delivered[3:] == ["a", "b", "c"]
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() -> None:
+def test_a_probe_begun_before_a_publish_does_not_eject_a_healthy_replica() -> None:
     async def test(rig: Rig) -> None:
         read, go_on = asyncio.Event(), asyncio.Event()
 
@@ -979,7 +980,7 @@ def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() 
 
         honest = rig.replicas["a"].manifest
         rig.replicas["a"].manifest = slow_manifest  # type: ignore[method-assign]
-        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].behaviour = failing(TIMEOUT)
         assert (await rig.pool.score(random_items(1)))[0].teacher == "b"
         await read.wait()
         assert rig.state("a") is State.SUSPECT
@@ -987,10 +988,10 @@ def test_a_probe_that_began_before_new_weights_does_not_eject_a_sound_replica() 
         await settle()
         assert rig.state("a") is rig.state("b") is State.HEALTHY and not rig.events_of(EventKind.EJECTED)
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_leaving_replica_finishes_what_it_has() -> None:
+def test_a_removed_replica_finishes_its_requests_first() -> None:
     async def test(rig: Rig) -> None:
         gate = asyncio.Event()
 
@@ -998,7 +999,7 @@ def test_a_leaving_replica_finishes_what_it_has() -> None:
             await gate.wait()
             return answer(replica.name, items)
 
-        rig.replicas["a"].now = held
+        rig.replicas["a"].behaviour = held
         call = asyncio.create_task(rig.pool.score(random_items(1)))
         await settle()
         leaving = asyncio.create_task(rig.pool.remove("a"))
@@ -1008,10 +1009,10 @@ def test_a_leaving_replica_finishes_what_it_has() -> None:
         await rig.clock.advance(0.1)
         assert leaving.done() and (await call)[0].teacher == "a"
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
+def test_a_failed_start_stops_all_replicas_when_one_differs_or_cannot_start() -> None:
     async def run(rig: Rig, message: str) -> None:
         with pytest.raises(Exception, match=message):
             await rig.pool.start()
@@ -1019,13 +1020,13 @@ def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
 
     different = Rig()
 
-    def impostor(name: str) -> Scripted:
+    def other_manifest(name: str) -> Scripted:
         replica = Scripted(name)
         if name == "b":
             replica.manifest_now = msgspec.structs.replace(MANIFEST, vocab_fingerprint="00")
         return replica
 
-    different.fresh = impostor
+    different.fresh = other_manifest
     asyncio.run(run(different, "replica b: vocabulary is 00"))
     unable = Rig()
     unable.start_error = TeacherError("port in use")
@@ -1033,7 +1034,7 @@ def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
 
 
 class SlowToStart(Rig):
-    """As on a cluster: the machine of replica b takes its time."""
+    """Replica a cannot start while replica b is still starting, as on a cluster with a slow machine."""
 
     async def start(self, replica: str) -> Endpoint:
         if replica == "a":
@@ -1042,7 +1043,7 @@ class SlowToStart(Rig):
         return await super().start(replica)
 
 
-def test_a_replica_that_is_still_coming_when_another_cannot_start_does_not_come() -> None:
+def test_a_replica_still_starting_is_cancelled_when_another_cannot_start() -> None:
     async def run() -> None:
         rig = SlowToStart()
         with pytest.raises(TeacherError, match="port in use"):
@@ -1053,8 +1054,8 @@ def test_a_replica_that_is_still_coming_when_another_cannot_start_does_not_come(
     asyncio.run(run())
 
 
-def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> None:
-    """On a crowded machine the first connection may time out although the process is ready."""
+def test_a_started_replica_that_refuses_connections_is_asked_again_or_restarted_if_dead() -> None:
+    """On a busy machine the first connection to a ready process may time out. External servers are not retried."""
 
     def slow(name: str) -> Scripted:
         replica = Scripted(name)
@@ -1087,16 +1088,16 @@ def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> 
         assert rig.state("a") is State.HEALTHY and len(rig.starts) == 2
         await rig.pool.close()
 
-    async def of_others() -> None:
+    async def external_servers() -> None:
         message = r"ConnectTimeout; start its server at http://elsewhere, or name another one in teachers\.math\.urls"
         with pytest.raises(TeacherUnavailable, match=message):
             await (await start(Rig("a", external=True)))
 
-    for case in (tolerant, died, of_others):
+    for case in (tolerant, died, external_servers):
         asyncio.run(case())
 
 
-def test_a_teacher_without_replicas_or_means_is_refused() -> None:
+def test_a_pool_without_replicas_addresses_or_a_launcher_is_refused() -> None:
     with pytest.raises(TeacherError, match="at least one replica"):
         TeacherPool("math", [])
 
@@ -1107,17 +1108,17 @@ def test_a_teacher_without_replicas_or_means_is_refused() -> None:
         asyncio.run(start())
 
 
-def test_metrics_flatten_to_names() -> None:
+def test_pool_metrics_flatten_to_named_floats() -> None:
     async def test(rig: Rig) -> None:
         await rig.pool.score(random_items(1))
         flat: dict[str, Any] = rig.pool.metrics().flat()
         assert flat["teacher/math/requests"] == 1.0 and flat["teacher/math/a/share"] == 1.0
         assert all(isinstance(value, float) for value in flat.values())
 
-    running(test, Rig())
+    run_with_pool(test, Rig())
 
 
-def test_a_replica_that_does_not_score_the_fixed_tokens_is_named() -> None:
+def test_a_replica_that_does_not_score_the_probe_in_time_is_named() -> None:
     class Silent:
         def __getattr__(self, name: str) -> Any:
             async def never(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""The wire: what is sent arrives, and nothing that arrives can do more than be refused."""
+"""The teacher's binary protocol: frames survive a round trip, and invalid or damaged frames are refused."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def reply_to(items: list[ScoreItem], hidden_size: int = 6) -> ScoreReply:
     )
 
 
-def test_a_request_arrives_as_it_was_sent() -> None:
+def test_a_score_request_survives_encoding_and_decoding() -> None:
     items = mixed_items()
     sent = request_of(items)
     got = decode_request(encode_request(sent))
@@ -70,7 +70,7 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     np.testing.assert_array_equal(got.ids, items[4].ids.reshape(-1))
 
 
-def test_a_reply_splits_into_the_scores_of_each_row() -> None:
+def test_a_decoded_reply_splits_into_the_scores_of_each_row() -> None:
     items = mixed_items()
     sent = reply_to(items)
     scores = decode_reply(encode_reply(sent)).split()
@@ -99,7 +99,7 @@ def test_a_reply_splits_into_the_scores_of_each_row() -> None:
             at_hidden += count * 6
 
 
-def test_a_row_without_positions_is_allowed() -> None:
+def test_a_row_without_positions_is_encoded_and_scored_as_empty() -> None:
     nothing = ScoreItem("empty", np.arange(3, dtype=np.int32), np.empty(0, np.int32), Signal.TOPK, 2)
     request = decode_request(encode_request(request_of([nothing, *mixed_items()])))
     assert request.position_counts_N[0] == 0
@@ -109,7 +109,7 @@ def test_a_row_without_positions_is_allowed() -> None:
 
 @pytest.mark.parametrize("weight", [np.ones((5, 3), np.float32), np.ones((5, 3), np.float16)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
+def test_a_head_survives_encoding_and_decoding(weight: np.ndarray, bias: bool) -> None:
     head = WireHead(weight, weight[:, 0].copy() if bias else None, weight.dtype.name, 0.5, 30.0)
     got = decode_head(encode_head(head))
     np.testing.assert_array_equal(got.weight_VH, weight)
@@ -127,13 +127,15 @@ def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
         ([-1], "position -1"),
     ],
 )
-def test_positions_that_cannot_be_scored_are_refused_by_name(positions: list[int], message: str) -> None:
+def test_positions_that_cannot_be_scored_are_refused_with_row_and_position(
+    positions: list[int], message: str
+) -> None:
     item = ScoreItem("row-9", np.arange(4, dtype=np.int32), np.array(positions, np.int32), Signal.SAMPLED)
     with pytest.raises(TeacherError, match=f"row-9.*{message}"):
         request_of([item])
 
 
-def test_items_that_make_no_sense_are_refused_by_name() -> None:
+def test_items_with_an_invalid_k_or_ids_are_refused_with_the_row() -> None:
     tokens, positions = np.arange(4, dtype=np.int32), np.array([1, 2], np.int32)
     with pytest.raises(TeacherError, match=r"row-k.*k ≥ 1"):
         request_of([ScoreItem("row-k", tokens, positions, Signal.TOPK, 0)])
@@ -161,7 +163,9 @@ def with_prefix(frame: bytes, **changes: int | bytes) -> bytes:
         ({"body": 4}, "promises"),
     ],
 )
-def test_a_wrong_prefix_is_refused_with_the_reason(changes: dict[str, int | bytes], message: str) -> None:
+def test_a_frame_with_a_wrong_prefix_is_refused_with_the_reason(
+    changes: dict[str, int | bytes], message: str
+) -> None:
     frame = encode_request(request_of(mixed_items()))
     with pytest.raises(ProtocolError, match=message):
         decode_request(with_prefix(frame, **changes))
@@ -191,14 +195,16 @@ def forged(header: bytes, body: bytes = b"") -> bytes:
         (b'{"keys":[],"signals":[],"k":[]}', b"\0" * 4, "left over"),
     ],
 )
-def test_a_forged_header_or_body_is_refused_with_the_reason(header: bytes, body: bytes, message: str) -> None:
+def test_a_frame_with_a_forged_header_or_body_is_refused_with_the_reason(
+    header: bytes, body: bytes, message: str
+) -> None:
     with pytest.raises(ProtocolError, match=message):
         decode_request(forged(header, body))
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=300, deadline=None)
-def test_random_bytes_are_refused(data: bytes) -> None:
+def test_random_bytes_are_refused_by_every_teacher_frame_decoder(data: bytes) -> None:
     for decode in (decode_request, decode_reply, decode_head):
         with pytest.raises(ProtocolError):
             decode(data)
@@ -206,8 +212,8 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_damaged_frames_are_refused_or_still_make_sense(data: st.DataObject) -> None:
-    """Flip, cut, insert and repeat bytes of good frames: the parser refuses, or what it returns holds together."""
+def test_damaged_frames_are_refused_or_decode_to_consistent_counts(data: st.DataObject) -> None:
+    """Flips, cuts, inserts and repeats bytes of valid frames: the decoder refuses, or its counts are consistent."""
     items = mixed_items()
     frame = data.draw(st.sampled_from([encode_request(request_of(items)), encode_reply(reply_to(items))]))
     damaged = bytearray(frame)

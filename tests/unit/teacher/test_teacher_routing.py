@@ -1,4 +1,4 @@
-"""Which teacher scores what, and whether it may: routes, vocabularies, capabilities."""
+"""Routing of rows to teachers, and the checks of a teacher: vocabulary, signals, limits, identity of replicas."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ MANIFEST = Manifest(
 
 @dataclass
 class NamedPool:
-    """Answers with its own name; remembers what it was asked together."""
+    """A pool that signs scores with its name and records the keys of each call."""
 
     name: str
     asked: list[list[str]] = field(default_factory=list)
@@ -61,17 +61,17 @@ def router(**changes: Any) -> TeacherRouter:
     return TeacherRouter(pools, **{"keys": {"openai/gsm8k": "maths", "mbpp": "code"}, **changes})
 
 
-def test_values_lead_to_their_teacher() -> None:
+def test_a_routing_value_selects_its_teacher() -> None:
     assert router().route("mbpp") == "code"
     assert router().route("openai/gsm8k") == "maths"
 
 
-def test_one_teacher_takes_everything() -> None:
+def test_a_single_teacher_gets_every_routing_value() -> None:
     only: Any = {"t": NamedPool("t")}
     assert TeacherRouter(only).route("whatever") == "t"
 
 
-def test_an_unknown_value_lists_the_keys_and_the_nearest() -> None:
+def test_an_unknown_routing_value_is_refused_with_all_keys_and_the_nearest() -> None:
     with pytest.raises(
         TeacherError,
         match=r"no teacher for 'openai/gsm8'; keys are 'openai/gsm8k', 'mbpp'; the nearest is 'openai/gsm8k'",
@@ -82,11 +82,11 @@ def test_an_unknown_value_lists_the_keys_and_the_nearest() -> None:
         TeacherRouter(only, keys={"a": "t"}).route("zzz")
 
 
-def test_a_named_default_takes_the_rest() -> None:
+def test_the_default_teacher_gets_unknown_routing_values() -> None:
     assert router(default="code").route("something else") == "code"
 
 
-def test_routes_that_lead_nowhere_are_refused_at_once() -> None:
+def test_routes_to_unknown_teachers_and_unreachable_teachers_are_refused() -> None:
     with pytest.raises(TeacherError, match="'mbpp' is routed to teacher 'cod'"):
         router(keys={"x": "maths", "mbpp": "cod"})
     with pytest.raises(TeacherError, match="no row can reach teacher 'code'"):
@@ -97,7 +97,7 @@ def test_routes_that_lead_nowhere_are_refused_at_once() -> None:
         TeacherRouter({})
 
 
-def test_items_travel_by_teacher_and_return_in_order() -> None:
+def test_items_are_sent_in_one_call_per_teacher_and_scores_return_in_order() -> None:
     r = router()
     items = random_items(5, 1)
     values = ["mbpp", "openai/gsm8k", "mbpp", "mbpp", "openai/gsm8k"]
@@ -115,7 +115,7 @@ def vocabulary(folder: Path, tokens: dict[str, int], **special: str) -> Vocabula
     return Vocabulary.load(folder)
 
 
-def test_vocabularies_are_compared_by_the_ids_that_both_have(tmp_path: Path) -> None:
+def test_vocabularies_are_compared_at_the_ids_that_both_have(tmp_path: Path) -> None:
     tokens = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
     student = vocabulary(tmp_path / "s", tokens, bos_token="<s>", eos_token="</s>")
     same = vocabulary(tmp_path / "same", dict(reversed(tokens.items())), bos_token="<s>", eos_token="</s>")
@@ -126,12 +126,14 @@ def test_vocabularies_are_compared_by_the_ids_that_both_have(tmp_path: Path) -> 
         check_vocabulary(student, moved, "math")
     fewer = vocabulary(tmp_path / "fewer", {"<s>": 0, "</s>": 1, "a": 2}, bos_token="<s>", eos_token="</s>")
     assert not differences(student, fewer) and not differences(fewer, student)
-    assert differences(student, moved, (3, 4)) == {2: ("a", "b")}, "beyond a model's rows nothing can differ"
+    assert differences(student, moved, (3, 4)) == {2: ("a", "b")}, (
+        "ids beyond a model's rows must not be compared"
+    )
     other_eos = vocabulary(tmp_path / "eos", tokens, bos_token="<s>", eos_token="b", unk_token="a")
     check_vocabulary(student, other_eos, "math")
 
 
-def test_tokens_added_beside_the_tokenizer_count(tmp_path: Path) -> None:
+def test_tokens_added_in_tokenizer_config_belong_to_the_vocabulary(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, {"a": 0, "b": 1}, {})
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"] = {"3": {"content": "<later>"}}
@@ -153,7 +155,7 @@ def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:
     assert loaded.special["eos_token"] == 2 and loaded.special["pad_token"] is None
 
 
-def test_a_teacher_is_refused_for_what_it_cannot_give() -> None:
+def test_a_teacher_that_lacks_a_signal_k_or_length_is_refused_with_all_reasons() -> None:
     check_signals(MANIFEST, [Signal.TOPK], 20, 100)
     with pytest.raises(
         TeacherError, match=r"cannot give at_ids, hidden; its native backend offers sampled, topk"
@@ -163,7 +165,7 @@ def test_a_teacher_is_refused_for_what_it_cannot_give() -> None:
     assert "prompt + response + 1 needs 101" in str(caught.value)
 
 
-def test_a_mixture_that_asks_for_too_many_of_the_others_candidates_is_refused() -> None:
+def test_a_mixture_that_needs_more_candidate_ids_than_a_teacher_gives_is_refused() -> None:
     check_signals(MANIFEST, [Signal.TOPK], 10, 100, mixed=3)
     check_signals(MANIFEST, [Signal.SAMPLED], 20, 100, mixed=3)
     with pytest.raises(
@@ -173,13 +175,13 @@ def test_a_mixture_that_asks_for_too_many_of_the_others_candidates_is_refused() 
         check_signals(MANIFEST, [Signal.TOPK], 11, 100, mixed=3)
 
 
-def test_a_teacher_counts_the_teachers_of_its_largest_mixture() -> None:
+def test_mixed_teachers_gives_the_size_of_the_largest_mixture_of_each_teacher() -> None:
     rows = [{"w": {"a": 0.5, "b": 0.5}}, {"w": {"b": 0.2, "c": 0.3, "d": 0.5, "e": 0.0}}, {"w": None}, {}]
     found = mixed_teachers(SimpleNamespace(rows=rows), "w")  # type: ignore[arg-type]
     assert found == {"a": 2, "b": 3, "c": 3, "d": 3}
 
 
-def test_replicas_must_be_the_same_teacher() -> None:
+def test_a_replica_with_other_probe_scores_or_weights_is_refused() -> None:
     probe = np.array([-1.0, -2.0], np.float32)
     first = Identity(MANIFEST, probe)
     check_same(first, Identity(MANIFEST, probe + 5e-5), "b")
@@ -195,8 +197,8 @@ def test_replicas_must_be_the_same_teacher() -> None:
     check_manifest_unchanged(MANIFEST, msgspec.structs.replace(MANIFEST, model="moved/elsewhere"))
 
 
-def test_a_replica_that_takes_less_than_the_others_is_refused() -> None:
-    """Its rows would depend on which replica was idle."""
+def test_a_replica_with_lower_limits_than_the_others_is_refused() -> None:
+    """Otherwise it would depend on which replica is idle whether a row can be scored."""
     first, probe = Identity(MANIFEST, np.zeros(2, np.float32)), np.zeros(2, np.float32)
 
     def with_limits(**limits: int) -> Identity:

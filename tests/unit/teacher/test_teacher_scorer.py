@@ -1,4 +1,4 @@
-"""The scorer against a plain transformers forward of each sequence alone, in fp64 where it matters."""
+"""The scorer compared with a plain float64 transformers forward of each sequence by itself."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ def plain_model(folder: Path) -> torch.nn.Module:
 
 
 def plain_logprobs(folder: Path, item: ScoreItem) -> np.ndarray:
-    """float64 [P, V]: log-softmax of the model's own logits, one sequence at a time, no padding."""
+    """float64 [P, V]: log-softmax of the model's own logits for this one sequence, without padding."""
     model = plain_model(folder)
     with torch.inference_mode():
         logits = model(input_ids=torch.from_numpy(item.tokens.astype(np.int64))[None]).logits[0]
@@ -89,9 +89,9 @@ def all_signals() -> list[ScoreItem]:
 
 
 def samples_of_prompts(signal: Signal = Signal.TOPK, k: int = 6) -> list[ScoreItem]:
-    """Groups that share a prompt, one row that is another's beginning, some rows of their own; in mixed order.
+    """Groups of rows that share a prompt, a row without a group, and a row that is a prefix of another, shuffled.
 
-    Positions reach back into the shared prompt, as they do in a conversation whose first turn is scored again.
+    Some positions lie in the shared prompt, as in a conversation whose first turn is scored again.
     """
     rng = np.random.default_rng(3)
     items = []
@@ -116,7 +116,7 @@ def samples_of_prompts(signal: Signal = Signal.TOPK, k: int = 6) -> list[ScoreIt
 @pytest.mark.parametrize("budget", [16384, 64, 1])
 @pytest.mark.parametrize("layout", [ScoringLayout.PADDED, ScoringLayout.PACKED])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_scores_equal_a_plain_forward(
+def test_scores_equal_a_plain_transformers_forward(
     family: str, layout: ScoringLayout, budget: int, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(family)
@@ -125,7 +125,7 @@ def test_scores_equal_a_plain_forward(
     assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
 
 
-def test_a_shared_prompt_is_read_once(qwen3: Path) -> None:
+def test_a_prompt_shared_by_several_rows_is_forwarded_once(qwen3: Path) -> None:
     items = samples_of_prompts()
     read = []
     for share in (False, True):
@@ -141,7 +141,7 @@ def test_a_shared_prompt_is_read_once(qwen3: Path) -> None:
     assert read == [needed, needed - 3 * sum(prompts[group] for group in "012")]
 
 
-def test_sliding_windows_are_kept_when_packing(tmp_path: Path) -> None:
+def test_packed_scores_respect_sliding_window_attention(tmp_path: Path) -> None:
     folder = write_model(
         tmp_path / "sliding", use_sliding_window=True, sliding_window=4, max_window_layers=1, seed=5
     )
@@ -152,7 +152,7 @@ def test_sliding_windows_are_kept_when_packing(tmp_path: Path) -> None:
     assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
 
 
-def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) -> None:
+def test_an_architecture_that_cannot_be_packed_falls_back_to_padding(tmp_path: Path) -> None:
     torch.manual_seed(0)
     FAMILIES["softcap"]().save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
@@ -163,7 +163,7 @@ def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) 
         warm_up(insisting)
 
 
-def test_prefix_groups_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
+def test_prefix_groups_save_as_many_tokens_as_the_best_partition_of_the_sorted_rows() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         rows = [rng.integers(0, 2, int(rng.integers(1, 6))).astype(np.int32) for _ in range(6)]
@@ -183,7 +183,7 @@ def test_prefix_groups_save_as_much_as_any_way_to_cut_the_sorted_order() -> None
 )
 @settings(max_examples=200, deadline=None)
 def test_packing_keeps_every_sequence_and_every_context(rows: list[list[int]], budget: int) -> None:
-    """Follow the packed row back: the keys each token sees are its own sequence, from the start up to itself."""
+    """The keys that each packed token attends to are its own sequence from the start up to itself."""
     sequences = [np.array(row, np.int32) for row in rows]
     tokens, lengths = np.concatenate(sequences), np.array([len(row) for row in rows])
     starts = np.cumsum(lengths) - lengths
@@ -205,7 +205,7 @@ def test_packing_keeps_every_sequence_and_every_context(rows: list[list[int]], b
     assert sorted(seen) == list(range(len(rows)))
 
 
-def test_hidden_states_and_the_head_give_back_every_logprob(qwen3: Path) -> None:
+def test_hidden_states_and_the_sent_head_reproduce_the_sampled_logprobs(qwen3: Path) -> None:
     frozen = load_frozen(str(qwen3), dtype="bfloat16")
     scorer = Scorer("t", frozen)
     items = random_items(3, 6, Signal.HIDDEN)
@@ -242,7 +242,9 @@ SHAPE = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_change_their_logits(family: str, tmp_path: Path) -> None:
+def test_model_families_with_softcaps_logit_scales_or_learned_positions_score_like_a_plain_forward(
+    family: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     FAMILIES[family]().save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
@@ -251,11 +253,11 @@ def test_families_that_change_their_logits(family: str, tmp_path: Path) -> None:
     assert_same_as_plain(tmp_path, items, scorer.score(request_of(items)).split(), atol=3e-4)
 
 
-def test_warm_up_refuses_a_head_it_does_not_understand(tmp_path: Path) -> None:
+def test_warm_up_refuses_a_head_whose_logits_differ_from_the_models(tmp_path: Path) -> None:
     torch.manual_seed(0)
     GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=3.0)).save_pretrained(tmp_path)
     scorer = Scorer("t", load_frozen(str(tmp_path)))
-    scorer.head = Head(scorer.head.weight_VH)  # as if `logits_scaling` were not known here
+    scorer.head = Head(scorer.head.weight_VH)  # without `logits_scaling`
     with pytest.raises(TeacherError, match="differ from the model's own forward"):
         warm_up(scorer)
 
@@ -275,7 +277,7 @@ def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
         warm_up(Scorer("t", frozen))
 
 
-def test_scores_depend_on_the_request_alone(qwen3: Path) -> None:
+def test_scores_do_not_depend_on_earlier_requests(qwen3: Path) -> None:
     items = random_items(20, 1, Signal.TOPK, 8)
     first = Scorer("t", load_frozen(str(qwen3)))
     second = Scorer("t", load_frozen(str(qwen3)))
@@ -286,7 +288,9 @@ def test_scores_depend_on_the_request_alone(qwen3: Path) -> None:
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
-def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_computes_logits_in_chunks_of_bounded_size(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = head_of(load_frozen(str(qwen3)).model)
     seen: list[int] = []
     whole = Head.logits
@@ -310,20 +314,20 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/contract/test_interpreted_kernels.py"
 )
-def test_the_kernels_equal_their_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+def test_the_triton_head_kernels_agree_with_their_plain_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in Triton's interpreter, which must be selected before Triton is imported."""
     pytest.importorskip("triton")
     from understudy.teacher.scoring import head_kernel
 
     shapes = [(2577, 5), (6144, 12)]
-    head_kernel.agree("cpu", shapes)  # raises where they differ, as it does below
+    head_kernel.agree("cpu", shapes)  # raises if they differ, as shown below
     twin = head_kernel.row_best_plain
     monkeypatch.setattr(head_kernel, "row_best_plain", lambda *asked: [one + 1 for one in twin(*asked)])
     with pytest.raises(AssertionError):
         head_kernel.agree("cpu", shapes)
 
 
-def test_padded_plans_respect_the_budget_and_lose_nobody() -> None:
+def test_padded_plans_keep_every_sequence_within_the_token_budget() -> None:
     lengths = [5, 30, 1, 8, 8, 100, 3, 3, 3]
     padded = padded_plan(lengths, 40)
     assert sorted(i for members in padded for i in members) == list(range(len(lengths)))
@@ -331,7 +335,7 @@ def test_padded_plans_respect_the_budget_and_lose_nobody() -> None:
         assert len(members) == 1 or len(members) * max(lengths[i] for i in members) <= 40
 
 
-def test_the_weight_digest_follows_the_weights_not_the_files(qwen3: Path, tmp_path: Path) -> None:
+def test_the_weight_digest_depends_on_the_weights_and_not_on_the_files(qwen3: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(qwen3)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     same = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -341,17 +345,17 @@ def test_the_weight_digest_follows_the_weights_not_the_files(qwen3: Path, tmp_pa
     assert weights_sha256(same) != weights_sha256(model)
 
 
-def test_a_missing_folder_says_so(tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match=r"no model at .*config\.json"):
         load_frozen(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("budget", [16384, 300])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_sequences_rounded_up_in_groups_score_the_same(
+def test_sequences_padded_to_groups_of_equal_length_score_like_a_plain_forward(
     family: str, budget: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a Hopper GPU's attention is given: equal lengths side by side, a few tokens too many in each."""
+    """The layout for attention on Hopper GPUs: sequences side by side, each padded to its group's length."""
     monkeypatch.setattr(grouped_attention, "ROUND", 8)
     monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", 2.0)
     folder = request.getfixturevalue(family)
@@ -374,11 +378,11 @@ def test_sequences_rounded_up_in_groups_score_the_same(
     assert grouped and max(grouped) > 1
 
 
-def test_groups_are_of_equal_lengths() -> None:
+def test_pack_in_groups_pads_to_equal_lengths_unless_padding_is_too_much() -> None:
     tokens, lengths = np.arange(7 * 200, dtype=np.int32), np.array([190, 130, 190, 128, 190, 60])
     starts = np.arange(6) * 200
     packed = packing.pack_in_groups(tokens, starts, lengths, [PrefixGroup((i,), 0) for i in range(6)])
-    assert packed is None  # 60 → 64, 190 → 192, 130 → 192: too much of it padding
+    assert packed is None  # 60 → 64, 190 → 192, 130 → 192: too much padding
     lengths[1] = 192
     packed = packing.pack_in_groups(tokens, starts, lengths, [PrefixGroup((i,), 0) for i in range(6)])
     assert packed is not None and packed.groups_G3 is not None

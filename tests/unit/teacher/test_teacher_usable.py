@@ -1,4 +1,4 @@
-"""Ids without a token: no candidates, no part of a teacher's softmax, and refused where a row holds one."""
+"""Ids without a token are never candidates, are excluded from the teacher's softmax, and are refused in rows."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ USABLE = UsableIds(VOCAB - 9, (0, 4, 11))
 
 
 def items_of(signal: Signal, k: int) -> list[ScoreItem]:
-    """Sequences and named ids within the usable ones."""
+    """Items whose tokens and named ids are all usable."""
     known = np.setdiff1d(np.arange(USABLE.limit), USABLE.holes).astype(np.int32)
     return [
         ScoreItem(
@@ -43,7 +43,7 @@ def items_of(signal: Signal, k: int) -> list[ScoreItem]:
 
 @pytest.mark.parametrize("asked", [True, False], ids=["named by the request", "the teacher's own"])
 @pytest.mark.parametrize(("signal", "k"), [(Signal.TOPK, 12), (Signal.AT_IDS, 3), (Signal.SAMPLED, 0)])
-def test_scores_are_those_of_a_softmax_over_the_usable_ids(
+def test_scores_are_a_softmax_over_the_usable_ids(
     tmp_path: Path, signal: Signal, k: int, asked: bool
 ) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "model")))
@@ -66,8 +66,8 @@ def test_scores_are_those_of_a_softmax_over_the_usable_ids(
             np.testing.assert_allclose(got.logprobs, best, atol=1e-4)
 
 
-def test_parts_of_a_head_leave_out_the_same_ids(tmp_path: Path) -> None:
-    """Tensor parallel: each process masks its own columns, also one that has no usable id at all."""
+def test_vocabulary_shards_mask_the_same_unusable_ids_as_the_whole_head(tmp_path: Path) -> None:
+    """Under tensor parallelism each process masks its own columns, including one without any usable id."""
     head = head_of(load_frozen(str(write_model(tmp_path / "model"))).model)
     hidden = torch.randn(5, head.weight_VH.shape[1])
     whole = WholeVocabulary().cut(head.logits(hidden), USABLE)
@@ -78,12 +78,12 @@ def test_parts_of_a_head_leave_out_the_same_ids(tmp_path: Path) -> None:
         there = whole[:, first : first + part]
         expected[:, : there.shape[1]] = there
         torch.testing.assert_close(own, expected)
-    with pytest.raises(RuntimeError):  # ids that the cut took away cannot be asked about by accident
+    with pytest.raises(RuntimeError):  # an unusable id has no logprob
         score_rows(head, hidden, torch.full((5,), VOCAB - 1), usable=USABLE, chunk_bytes=1 << 20)
 
 
-def test_named_ids_may_be_more_than_the_vocabulary_has(tmp_path: Path) -> None:
-    """A mixture names the candidates of all its other teachers, and several may have the same."""
+def test_at_ids_requests_may_name_more_ids_than_the_vocabulary_has(tmp_path: Path) -> None:
+    """A mixture names the candidates of all its other teachers, and these may overlap."""
     many = request_of(items_of(Signal.AT_IDS, 2 * VOCAB), USABLE)
     check_limits(many, Limits(max_k=2 * VOCAB), VOCAB)
     scorer = Scorer("math", load_frozen(str(write_model(tmp_path / "model"))))
@@ -93,14 +93,14 @@ def test_named_ids_may_be_more_than_the_vocabulary_has(tmp_path: Path) -> None:
             check_limits(request_of(items, USABLE), Limits(max_k=most), VOCAB)
 
 
-def test_requests_without_a_limit_keep_their_bytes() -> None:
+def test_a_request_without_usable_ids_has_no_fields_for_them() -> None:
     plain = request_of(random_items(2, 0, Signal.TOPK, 3))
     assert b"id_limit" not in encode_request(plain) and b"unused_ids" not in encode_request(plain)
     again = decode_request(encode_request(request_of(random_items(2, 0, Signal.TOPK, 3), USABLE)))
     assert again.usable == USABLE and decode_request(encode_request(plain)).usable is None
 
 
-def test_a_row_with_an_unusable_id_is_refused_by_its_name() -> None:
+def test_a_row_with_an_unusable_id_is_refused_with_its_key_and_position() -> None:
     good, bad = items_of(Signal.SAMPLED, 0)[:2]
     check_usable([good], USABLE, "teacher math")
     tokens = bad.tokens.copy()
@@ -119,7 +119,7 @@ def test_a_row_with_an_unusable_id_is_refused_by_its_name() -> None:
         check_candidates_usable([scores], USABLE, "teacher math")
 
 
-def test_a_manifest_is_cut_to_the_ids_of_the_run() -> None:
+def test_cut_to_reduces_a_manifests_vocabulary_to_the_usable_ids() -> None:
     manifest: Any = Manifest("math", "native", "m", "", "", VOCAB, 8, "float32", [], None)  # type: ignore[arg-type]
     assert manifest.cut_to(None) is manifest and manifest.cut_to(UsableIds(VOCAB)) is manifest
     cut = manifest.cut_to(USABLE)

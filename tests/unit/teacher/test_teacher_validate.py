@@ -1,4 +1,4 @@
-"""Every kind of lie is caught, and the error says who, which row, which position."""
+"""Every kind of wrong reply is detected, and the error names teacher, replica, row and position."""
 
 import json
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def asked() -> ScoreRequest:
 
 
 @pytest.fixture(scope="module")
-def honest(asked: ScoreRequest, qwen3: object) -> ScoreReply:
+def valid_reply(asked: ScoreRequest, qwen3: object) -> ScoreReply:
     return Scorer("math", load_frozen(str(qwen3))).score(asked)
 
 
-def test_an_honest_reply_passes(asked: ScoreRequest, honest: ScoreReply) -> None:
-    check_reply(asked, honest, ORIGIN)
+def test_a_valid_reply_passes_the_checks(asked: ScoreRequest, valid_reply: ScoreReply) -> None:
+    check_reply(asked, valid_reply, ORIGIN)
 
 
 def altered(array: np.ndarray, at: int | slice, value: object) -> np.ndarray:
@@ -58,7 +58,7 @@ def swapped(array: np.ndarray, a: int, b: int) -> np.ndarray:
 
 
 def shifted(reply: ScoreReply, asked: ScoreRequest) -> ScoreReply:
-    """Row 0 answers each position with the verdict on the next one, everything else in order."""
+    """Row 0 gives each position the scores of the next one; everything else is unchanged."""
     count = int(asked.position_counts_N[0])
     sampled, ids, logprobs = reply.sampled_P.copy(), reply.ids.copy(), reply.logprobs.copy()
     sampled[: count - 1] = reply.sampled_P[1:count]
@@ -67,7 +67,7 @@ def shifted(reply: ScoreReply, asked: ScoreRequest) -> ScoreReply:
     return replace(reply, sampled_P=sampled, ids=ids, logprobs=logprobs)
 
 
-LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = {
+CORRUPTIONS: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = {
     "NaN for the scored token": (
         lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, np.nan)),
         "finite number ≤ 0",
@@ -101,51 +101,66 @@ LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = 
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_about_row_0_is_caught_and_named(lie: str, asked: ScoreRequest, honest: ScoreReply) -> None:
-    tell, expected = LIES[lie]
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_a_corrupted_first_row_is_detected_with_row_and_position(
+    corruption: str, asked: ScoreRequest, valid_reply: ScoreReply
+) -> None:
+    corrupt, expected = CORRUPTIONS[corruption]
     with pytest.raises(TeacherReplyError, match=expected) as caught:
-        check_reply(asked, tell(honest, asked), ORIGIN)
+        check_reply(asked, corrupt(valid_reply, asked), ORIGIN)
     message = str(caught.value)
     assert message.startswith("teacher math, replica replica-7, row 'row-1-0', position ")
-    if lie != "shifted by one":
+    if corruption != "shifted by one":
         assert f"position {position_of(asked, 0, 1)}:" in message
 
 
-def test_a_short_reply_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
+def test_a_reply_with_missing_rows_or_positions_is_detected(
+    asked: ScoreRequest, valid_reply: ScoreReply
+) -> None:
     with pytest.raises(TeacherReplyError, match=r"row 'row-2-1'.*positions"):
-        check_reply(asked, replace(honest, position_counts_N=altered(honest.position_counts_N, 4, 1)), ORIGIN)
+        check_reply(
+            asked,
+            replace(valid_reply, position_counts_N=altered(valid_reply.position_counts_N, 4, 1)),
+            ORIGIN,
+        )
     with pytest.raises(TeacherReplyError, match="rows"):
-        check_reply(asked, replace(honest, keys=honest.keys[:-1]), ORIGIN)
+        check_reply(asked, replace(valid_reply, keys=valid_reply.keys[:-1]), ORIGIN)
 
 
-def test_a_reply_to_another_request_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
+def test_a_reply_to_another_request_is_detected(asked: ScoreRequest, valid_reply: ScoreReply) -> None:
     with pytest.raises(TeacherReplyError, match=r"row 'row-2-0'.*other tokens"):
-        check_reply(asked, replace(honest, digests_N=altered(honest.digests_N, 3, 1)), ORIGIN)
+        check_reply(asked, replace(valid_reply, digests_N=altered(valid_reply.digests_N, 3, 1)), ORIGIN)
     with pytest.raises(TeacherReplyError, match="rows"):
-        check_reply(asked, replace(honest, keys=honest.keys[::-1]), ORIGIN)
+        check_reply(asked, replace(valid_reply, keys=valid_reply.keys[::-1]), ORIGIN)
     with pytest.raises(TeacherReplyError, match="asked for topk with k = 5"):
-        check_reply(asked, replace(honest, k_N=[4, *honest.k_N[1:]]), ORIGIN)
+        check_reply(asked, replace(valid_reply, k_N=[4, *valid_reply.k_N[1:]]), ORIGIN)
 
 
-def test_lies_in_other_blocks_are_placed_too(asked: ScoreRequest, honest: ScoreReply) -> None:
-    """Row 5 is `at_ids` with K = 3, row 7 `topk` with K = 3: same width, different rules, offsets after others."""
+def test_corrupted_ids_logprobs_and_hidden_states_of_later_rows_are_detected_with_their_position(
+    asked: ScoreRequest, valid_reply: ScoreReply
+) -> None:
+    """Row 5 is `at_ids` with K = 3, row 7 `topk` with K = 3, row 8 `hidden`: other rules, at later offsets."""
     counts = asked.position_counts_N.tolist()
     start_5 = sum(n * k for n, k in zip(counts[:5], asked.k_N[:5], strict=True))
     start_7 = sum(n * k for n, k in zip(counts[:7], asked.k_N[:7], strict=True))
     with pytest.raises(TeacherReplyError, match=f"'row-3-0', position {position_of(asked, 5, 1)}: other ids"):
         check_reply(
             asked,
-            replace(honest, ids=altered(honest.ids, start_5 + 3, (honest.ids[start_5 + 3] + 1) % VOCAB)),
+            replace(
+                valid_reply,
+                ids=altered(valid_reply.ids, start_5 + 3, (valid_reply.ids[start_5 + 3] + 1) % VOCAB),
+            ),
             ORIGIN,
         )
     with pytest.raises(TeacherReplyError, match=f"'row-4-0', position {position_of(asked, 7, 0)}: .*sorted"):
-        check_reply(asked, replace(honest, logprobs=swapped(honest.logprobs, start_7, start_7 + 2)), ORIGIN)
-    size = honest.hidden_size
+        check_reply(
+            asked, replace(valid_reply, logprobs=swapped(valid_reply.logprobs, start_7, start_7 + 2)), ORIGIN
+        )
+    size = valid_reply.hidden_size
     with pytest.raises(
         TeacherReplyError, match=f"'row-5-0', position {position_of(asked, 8, 1)}: a hidden state"
     ):
-        check_reply(asked, replace(honest, hidden=altered(honest.hidden, size + 3, 0x7FC0)), ORIGIN)
+        check_reply(asked, replace(valid_reply, hidden=altered(valid_reply.hidden, size + 3, 0x7FC0)), ORIGIN)
 
 
 def echoed(tokens: list[str], logprobs: list[float | None], usage: tuple[int, int] | None = (4, 1)) -> bytes:
@@ -167,7 +182,7 @@ PIECES, LOGPROBS = ["<s>", "a", "b", "c", "d"], [None, -1.0, -2.0, -3.0, -4.0]
         echoed(PIECES[:4], LOGPROBS[:4], (4, 0)),
     ],
 )
-def test_an_echo_in_place_is_read(body: bytes) -> None:
+def test_a_complete_text_echo_is_read(body: bytes) -> None:
     assert from_echo(body, ECHOED).sampled_P.tolist() == [-2.0, -3.0]
 
 
@@ -187,7 +202,7 @@ def test_an_echo_in_place_is_read(body: bytes) -> None:
         (echoed(PIECES[1:], LOGPROBS), "4 echoed tokens and 5 logprobs"),
     ],
 )
-def test_an_echo_as_text_that_is_shifted_by_a_token_is_refused(body: bytes, message: str) -> None:
-    """Its numbers look valid, and text does not tell which token one belongs to."""
+def test_a_text_echo_shifted_by_one_token_is_refused(body: bytes, message: str) -> None:
+    """Its numbers look valid, and the echoed text does not show to which token a number belongs."""
     with pytest.raises(ValueError, match=message):
         from_echo(body, ECHOED)

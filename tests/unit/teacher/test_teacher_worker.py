@@ -1,4 +1,4 @@
-"""The thread that scores: merged requests come apart again, bad ones fail alone, gone ones are skipped."""
+"""The scoring thread: merged requests get separate replies, bad ones fail alone, cancelled ones are skipped."""
 
 import threading
 import time
@@ -41,15 +41,17 @@ def assert_equal(a: ScoreReply, b: ScoreReply, atol: float = 0.0) -> None:
     assert a.hidden.shape == b.hidden.shape
 
 
-def test_merged_requests_come_apart_again(scorer: Scorer) -> None:
+def test_the_reply_to_merged_requests_is_divided_into_the_reply_of_each(scorer: Scorer) -> None:
     asked = requests()
     for own, part in zip(map(scorer.score, asked), divided(scorer.score(merged(asked)), asked), strict=True):
         assert_equal(own, part, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [ScoringLayout.AUTO, ScoringLayout.PADDED, ScoringLayout.PACKED])
-def test_lanes_score_side_by_side(qwen3: Path, layout: ScoringLayout) -> None:
-    """Three requests are in the model at once, and each reply has the bits it has alone."""
+def test_lanes_score_requests_concurrently_with_the_bits_of_a_single_request(
+    qwen3: Path, layout: ScoringLayout
+) -> None:
+    """A barrier ensures that three requests are in the model at once."""
     barrier = threading.Barrier(3, timeout=30)
 
     class WaitingScorer(Scorer):
@@ -73,9 +75,7 @@ def test_lanes_score_side_by_side(qwen3: Path, layout: ScoringLayout) -> None:
 
 
 @pytest.mark.parametrize("batching", RequestBatching)
-def test_requests_waiting_together_each_get_their_own_reply(
-    scorer: Scorer, batching: RequestBatching
-) -> None:
+def test_requests_queued_together_each_get_their_own_reply(scorer: Scorer, batching: RequestBatching) -> None:
     worker = ScoringWorker(scorer, batching)
     futures = [worker.submit(request) for request in requests()]  # queued before the thread starts
     assert worker.counts.waiting_requests == 6
@@ -91,7 +91,7 @@ def test_requests_waiting_together_each_get_their_own_reply(
 
 
 class Fragile(Scorer):
-    """Cannot score the row called `poison`."""
+    """Raises for the row with the key `poison`."""
 
     def begin(self, request: ScoreRequest, between: Callable[[], None] | None = None) -> QueuedRequest:
         if any("poison" in key for key in request.keys):
@@ -100,7 +100,7 @@ class Fragile(Scorer):
 
 
 @pytest.mark.parametrize("batching", RequestBatching)
-def test_one_bad_request_fails_alone(qwen3: Path, batching: RequestBatching) -> None:
+def test_a_request_that_raises_fails_alone(qwen3: Path, batching: RequestBatching) -> None:
     fragile = Fragile("t", load_frozen(str(qwen3)))
     worker = ScoringWorker(fragile, batching)
     asked = requests()[:3]
@@ -116,7 +116,7 @@ def test_one_bad_request_fails_alone(qwen3: Path, batching: RequestBatching) -> 
     assert worker.counts.failures == 1 and worker.counts.waiting_tokens == 0
 
 
-def test_a_request_whose_caller_left_is_not_scored(scorer: Scorer) -> None:
+def test_a_cancelled_request_is_not_scored(scorer: Scorer) -> None:
     worker = ScoringWorker(scorer, RequestBatching.BY_REQUEST)
     futures = [worker.submit(request) for request in requests()[:3]]
     assert futures[1].cancel()
@@ -127,10 +127,10 @@ def test_a_request_whose_caller_left_is_not_scored(scorer: Scorer) -> None:
 
 
 @pytest.mark.parametrize("batching", RequestBatching)
-def test_small_requests_are_served_between_the_parts_of_a_large_one(
+def test_small_requests_are_scored_between_the_parts_of_a_large_request(
     qwen3: Path, batching: RequestBatching
 ) -> None:
-    """Each reply has the bits it has alone, and the large one is not put off for ever."""
+    """The replies equal those of single requests, and the large requests are not starved."""
     scorer = Scorer("t", load_frozen(str(qwen3)), ScorerOptions(max_batch_tokens=512))
     large = [request_of(random_items(200, seed)) for seed in (50, 51)]
     small = [request_of(random_items(2, seed, Signal.TOPK, 4)) for seed in range(150)]
@@ -158,15 +158,17 @@ def test_small_requests_are_served_between_the_parts_of_a_large_one(
     first = order.index("large")
     busy = worker.counts.busy_seconds
     assert 0.8 * (ended[first] - begun) < busy < ended[-1] - begun, (
-        "each second of a large one is counted once"
+        "each second of a large request must be counted once"
     )
-    assert 0 < first < 150, "small ones need not wait for it, nor it for all of them"
+    assert 0 < first < 150, (
+        "a large request must end after some small ones, and before all of them have ended"
+    )
     assert worker.counts.waiting_requests == worker.counts.waiting_tokens == 0
     assert worker.counts.requests == 152
 
 
 class Device:
-    """A device that does what is queued on it when it is told to, one part at a time."""
+    """A device that executes its queued work only when the test calls `do`, one part at a time."""
 
     def __init__(self) -> None:
         self.queued: list[str] = []
@@ -200,7 +202,7 @@ class Device:
         return Reached()
 
     def holds(self, *names: str) -> None:
-        """Waits until this is queued, and then whether more comes."""
+        """Waits until these parts are queued, and asserts that no more follow."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.queued) >= len(names), 30)
         time.sleep(0.1)
@@ -208,7 +210,7 @@ class Device:
 
 
 class QueueingScorer(Scorer):
-    """Scores on a CPU in the way of a GPU: what it queued is done later."""
+    """Scores on a CPU but reports its work as queued on `device`, as on a GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -223,8 +225,8 @@ class QueueingScorer(Scorer):
         return self.device.event()
 
 
-def test_a_device_is_one_part_ahead_and_takes_small_requests_between_parts(qwen3: Path) -> None:
-    """A small request waits for two parts, and the device always has the next one while a reply is made."""
+def test_the_worker_queues_one_part_ahead_and_inserts_small_requests_between_parts(qwen3: Path) -> None:
+    """A small request waits for two parts. While a reply is built, the device already has its next part."""
     options = ScorerOptions(max_batch_tokens=512)
     plain = Scorer("t", load_frozen(str(qwen3)), options)
     scorer = QueueingScorer("t", load_frozen(str(qwen3)), options)

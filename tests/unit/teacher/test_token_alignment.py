@@ -1,4 +1,4 @@
-"""Two tokenizations of one completion, aligned by bytes; a teacher's scores at the student's tokens."""
+"""Alignment of two tokenizations of one completion by bytes, and the teacher's scores at the student's tokens."""
 
 import json
 from functools import cache
@@ -41,7 +41,7 @@ PIECES = sentencepiece(["hello", "\u2581world", "\u2581", "he", "llo", "h", "e",
 
 @pytest.mark.parametrize("tokenizer", [FINE, COARSE, PIECES], ids=["bytes", "byte-level", "sentencepiece"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer: Any, text: str) -> None:
+def test_token_bytes_join_to_the_encoded_text(tokenizer: Any, text: str) -> None:
     known = tokens_of(tokenizer)
     ids = known.encode(text)
     assert b"".join(known.bytes_of(ids)) == text.encode()
@@ -49,7 +49,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer: Any, text: str
     assert all(by_bytes[piece] == number for number, piece in zip(ids, known.bytes_of(ids), strict=True))
 
 
-def test_sentencepiece_reads_text_within_a_sequence_without_a_prefix() -> None:
+def test_sentencepiece_text_is_encoded_without_the_leading_space_prefix() -> None:
     known = tokens_of(PIECES)
     assert PIECES.encode("hello", add_special_tokens=False).tokens == ["\u2581", "hello"]
     assert known.bytes_of(known.encode("hello")) == [b"hello"]
@@ -57,7 +57,7 @@ def test_sentencepiece_reads_text_within_a_sequence_without_a_prefix() -> None:
     assert known.bytes_of(known.encode("é")) == [b"\xc3", b"\xa9"]
 
 
-def test_the_name_of_a_special_token_in_a_text_is_text() -> None:
+def test_a_special_tokens_name_inside_text_is_encoded_as_text() -> None:
     known = tokens_of(COARSE)
     ids = known.encode("a<eos>b")
     assert b"".join(known.bytes_of(ids)) == b"a<eos>b" and not known.special.keys() & set(ids)
@@ -70,13 +70,13 @@ def test_a_tokenizer_that_drops_spaces_is_refused() -> None:
 
 
 def ids(known: Any, *texts: str) -> np.ndarray:
-    """The ids of these tokens, by what they write."""
+    """The ids of the tokens with these texts."""
     named = known.by_bytes()
     return np.array([named[one.encode()] for one in texts], np.int32)
 
 
-def test_common_boundaries_cut_a_completion_into_chunks() -> None:
-    """The drawing of the module: chains, one to one, and the end of the turn."""
+def test_a_completion_is_aligned_in_chunks_at_common_byte_boundaries() -> None:
+    """The example drawn in the module: chunks of several tokens, of one token each, and the end of the turn."""
     student = byte_level(["hel", "lo", " wor", "ld"])
     ours, found = tokens_of(student), aligner(student, COARSE)
     eos = student.token_to_id("<eos>")
@@ -89,11 +89,11 @@ def test_common_boundaries_cut_a_completion_into_chunks() -> None:
     assert one.counts == (2, 4, 0)
 
 
-def test_tokens_within_a_character_are_one_chain_and_an_unfinished_one_is_left_out() -> None:
+def test_tokens_of_one_character_form_one_chunk_and_an_unfinished_character_is_left_out() -> None:
     found = aligner(FINE, PIECES)
     ours = tokens_of(FINE)
     whole = found.align(np.array(ours.encode("hé"), np.int32))
-    assert whole.counts == (3, 0, 0), "both write the two bytes of é as tokens"
+    assert whole.counts == (3, 0, 0), "both tokenizers have one token for each of the two bytes of é"
     coarse = aligner(FINE, COARSE)
     chained = coarse.align(np.array(ours.encode("café!"), np.int32))
     assert chained.bounds.tolist() == [[0, 0], [5, 1], [6, 2]] and chained.counts == (1, 5, 0)
@@ -107,15 +107,15 @@ def test_tokens_within_a_character_are_one_chain_and_an_unfinished_one_is_left_o
         assert one.counts == (kept, 0, 3) and len(one.tokens) == kept
 
 
-def test_what_comes_after_broken_bytes_is_left_out_with_the_end_of_the_turn() -> None:
+def test_tokens_after_invalid_utf8_are_left_out_including_the_end_of_the_turn() -> None:
     ours = tokens_of(FINE)
     broken = [*ours.encode("ab"), *ours.encode("é")[:1], *ours.encode("cd"), FINE.token_to_id("<eos>")]
     one = aligner(FINE, COARSE).align(np.array(broken, np.int32))
     assert one.counts == (2, 0, 4) and len(one.tokens) == 2
 
 
-def test_text_that_the_teacher_cannot_write_is_left_out() -> None:
-    """Without byte fallback it has no token for it; with a mark for spaces it reads the mark as a space."""
+def test_text_that_the_teacher_cannot_encode_is_left_out_with_what_follows() -> None:
+    """One teacher has no byte fallback; the other, SentencePiece, reads its space mark as a space."""
     letters = pieces_of_text("ab")
     ours = tokens_of(FINE)
     one = aligner(FINE, letters).align(np.array(ours.encode("abxab"), np.int32))
@@ -124,8 +124,7 @@ def test_text_that_the_teacher_cannot_write_is_left_out() -> None:
     assert marked.counts == (0, 2, 5)
 
 
-def test_special_tokens() -> None:
-    """One that both have by name is aligned. One that the teacher lacks cannot be."""
+def test_special_tokens_are_aligned_by_name_and_refused_if_the_teacher_lacks_them() -> None:
     student = byte_level(["hel"], special=("<eos>", "<think>", "<x>"))
     teacher = byte_level([], special=("<think>", "<eos>"))
     found, ours = aligner(student, teacher), tokens_of(student)
@@ -136,10 +135,12 @@ def test_special_tokens() -> None:
     with pytest.raises(DataError, match=r"row r holds the special token '<x>', which its teacher lacks"):
         found.align(np.array([*ours.encode("a"), strange, *ours.encode("b")], np.int32), "r")
     middle = found.align(np.array([eos, *ours.encode("b")], np.int32))
-    assert middle.tokens.tolist()[0] == teacher.token_to_id("<eos>"), "by name, not as the end of the turn"
+    assert middle.tokens.tolist()[0] == teacher.token_to_id("<eos>"), (
+        "inside a completion it is aligned by name, not as the end of the turn"
+    )
 
 
-def test_the_students_end_of_a_turn_is_the_teachers() -> None:
+def test_every_end_of_turn_token_of_the_student_maps_to_the_teachers() -> None:
     student = byte_level([], special=("<eos>", "<end>"))
     teacher = byte_level([], special=("<stop>",))
     ends = TurnEnds(
@@ -154,8 +155,8 @@ def test_the_students_end_of_a_turn_is_the_teachers() -> None:
 
 
 @given(st.text(max_size=12), st.integers(0, 3))
-def test_chunks_hold_the_same_bytes(text: str, drop: int) -> None:
-    """For any text and any cut: every chunk writes the same bytes in both, and the counts add up."""
+def test_aligned_chunks_hold_the_same_bytes_for_student_and_teacher(text: str, drop: int) -> None:
+    """For any text and any truncation; the counts add up to the completion's length."""
     for student, teacher in ((FINE, COARSE), (COARSE, FINE), (COARSE, PIECES), (PIECES, COARSE)):
         ours, theirs, between = tokens_of(student), tokens_of(teacher), aligner(student, teacher)
         completion = ours.encode(text)
@@ -175,7 +176,7 @@ def reply_of(count: int, **more: Any) -> TeacherScores:
     return TeacherScores("r", "t", Signal.TOPK, np.linspace(-0.5, -2, count, dtype=np.float32), **more)
 
 
-def test_each_token_of_a_chain_has_the_difference_of_the_whole_chain() -> None:
+def test_each_token_of_a_chunk_gets_the_logprob_difference_of_the_whole_chunk() -> None:
     student = byte_level(["hel", "lo", " wor", "ld"])
     completion = ids(tokens_of(student), "hel", "lo", " wor", "ld", "!")
     one = aligner(student, COARSE).align(completion)
@@ -185,12 +186,12 @@ def test_each_token_of_a_chain_has_the_difference_of_the_whole_chain() -> None:
     gap = behaviour - found
     expected = [behaviour[:2].sum() - logprobs[0]] * 2 + [behaviour[2:4].sum() - logprobs[1]] * 2
     assert np.allclose(gap[:4], expected, atol=1e-6)
-    assert found[4] == logprobs[2], "one to one: the teacher's own number, to the bit"
-    drawn_nothing = sampled_of(logprobs, one, np.full(5, np.nan, np.float32))
-    assert np.allclose(drawn_nothing, [-0.25, -0.25, -2.0, -2.0, -0.25])
+    assert found[4] == logprobs[2], "a chunk of one token each must keep the teacher's number to the bit"
+    without_behaviour = sampled_of(logprobs, one, np.full(5, np.nan, np.float32))
+    assert np.allclose(without_behaviour, [-0.25, -0.25, -2.0, -2.0, -0.25])
 
 
-def test_a_token_that_is_left_out_has_no_difference() -> None:
+def test_a_token_left_out_of_the_alignment_gets_its_own_behaviour_logprob() -> None:
     ours = tokens_of(FINE)
     one = aligner(FINE, COARSE).align(np.array(ours.encode("ab🙂")[:-1], np.int32))
     behaviour = np.array([-1.0, -2.0, -3.0, -4.0, -5.0], np.float32)
@@ -198,7 +199,7 @@ def test_a_token_that_is_left_out_has_no_difference() -> None:
     assert found.tolist() == np.array([-0.5, -0.6, -3.0, -4.0, -5.0], np.float32).tolist()
 
 
-def test_candidates_are_the_students_tokens_with_the_same_bytes_or_the_first_of_them() -> None:
+def test_teacher_candidates_map_to_the_student_token_with_the_same_or_the_first_bytes() -> None:
     student = byte_level(["hel", "lo", "he"])
     ours, theirs = tokens_of(student), tokens_of(COARSE)
     found = aligner(student, COARSE)
@@ -218,17 +219,21 @@ def test_candidates_are_the_students_tokens_with_the_same_bytes_or_the_first_of_
     assert scores.ids is not None and scores.logprobs is not None and scores.aligned == (2, 2, 0)
     used = scores.logprobs > NO_CANDIDATE / 2
     assert used.tolist() == [[True] * 3, [False] * 3, [True] * 3, [True] * 3]
-    assert scores.ids[0].tolist() == ids(ours, "hel", "he", "a").tolist(), "hello begins with hel"
+    assert scores.ids[0].tolist() == ids(ours, "hel", "he", "a").tolist(), (
+        "`hello` must map to its first token `hel`"
+    )
     assert scores.ids[2].tolist() == ids(ours, "b", "!", "l").tolist()
-    assert scores.logprobs[0].tolist() == logprobs[0].tolist(), "the teacher's own numbers, to the bit"
+    assert scores.logprobs[0].tolist() == logprobs[0].tolist(), (
+        "the teacher's numbers must be kept to the bit"
+    )
     assert scores.ids[3].tolist() == [eos, *ids(ours, "!", "c").tolist()]
     assert all(len(set(row)) == 3 and min(row) >= 0 for row in scores.ids.tolist())
     request = found.request(ScoreItem("r", completion, np.arange(4), Signal.TOPK, 3), np.array([7, 8]), one)
     assert request.tokens.tolist() == [7, 8, *one.tokens.tolist()] and request.positions.tolist() == [2, 3, 4]
 
 
-def test_candidates_that_begin_with_one_token_are_one_with_their_sum() -> None:
-    """A student of single bytes: `hello`, `he` and `h` all begin with `h`, and `b` was likelier than each of them."""
+def test_candidates_that_map_to_one_student_token_are_merged_with_summed_probability() -> None:
+    """The student has single bytes: `hello`, `he` and `h` map to `h`, and `b` was likelier than each of them."""
     ours, theirs = tokens_of(FINE), tokens_of(COARSE)
     found = aligner(FINE, COARSE)
     one = found.align(ids(ours, "h"))
@@ -245,7 +250,7 @@ def test_candidates_that_begin_with_one_token_are_one_with_their_sum() -> None:
     ) == 5
 
 
-def test_ids_that_the_run_may_not_use_are_no_candidates() -> None:
+def test_unusable_ids_are_excluded_from_the_shared_tokens() -> None:
     first = min(tokens_of(FINE).pieces)
     every, fewer = aligner(FINE, COARSE), aligner(FINE, COARSE, usable=UsableIds(300, (first,)))
     assert every.shared - fewer.shared == 1

@@ -1,4 +1,4 @@
-"""A student small enough to be followed by hand, and the part of a run that `learn` reads."""
+"""A tiny student whose steps can be computed by hand, and the part of a run that `learn` reads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def batch_of(prompts: int = 7, sessions: int = 2, seed: int = 0) -> Batch:
 
 
 def learner_of(recipe: Recipe, seed: int = 0) -> Any:
-    """What `learn` takes, all of it real; open, so that a test may put something else in."""
+    """The learner that `learn` takes, made of real parts, as a namespace in which a test may replace some."""
     resolved = resolve(recipe, gpus=0)
     settings = policy_settings(resolved.learn)
     critic = None

@@ -1,4 +1,4 @@
-"""Batches by key do not depend on who was quicker; batches by arrival have no barrier."""
+"""Batches by key do not depend on the timing of calls; batches by arrival do not wait for other callers."""
 
 import asyncio
 import random
@@ -11,47 +11,47 @@ from understudy.errors import EngineError, TeacherError, TeacherUnavailable
 from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallQueue
 
 
-async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
+async def run_members(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
     """Members ask `turns[key]` times in a row, with random pauses; returns the batches as they were composed."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     batches: list[tuple[str, ...]] = []
 
     async def serve(items: Sequence[str]) -> list[str]:
         batches.append(tuple(items))
-        await asyncio.sleep(chance.random() * 0.003)
+        await asyncio.sleep(rng.random() * 0.003)
         return [item.upper() for item in items]
 
-    queue, cohort = CallQueue("engine", serve, limit), BatchByKey(len(turns))
+    queue, by_key = CallQueue("engine", serve, limit), BatchByKey(len(turns))
 
     async def member(key: str) -> None:
-        async with cohort.member():
+        async with by_key.member():
             for turn in range(turns[key]):
-                await asyncio.sleep(chance.random() * 0.003)
-                assert await cohort.call(queue, key, f"{key}{turn}") == f"{key}{turn}".upper()
+                await asyncio.sleep(rng.random() * 0.003)
+                assert await by_key.call(queue, key, f"{key}{turn}") == f"{key}{turn}".upper()
 
     keys = list(turns)
-    chance.shuffle(keys)
+    rng.shuffle(keys)
     await asyncio.wait_for(asyncio.gather(*(member(key) for key in keys)), 5)
     return sorted(batches)
 
 
-def test_a_cohort_composes_by_key_whatever_the_timing() -> None:
+def test_batches_by_key_do_not_depend_on_the_timing_of_calls() -> None:
     turns = {"a": 1, "b": 3, "c": 2, "d": 0, "e": 3, "f": 1, "g": 2}
-    composed = {tuple(asyncio.run(run_cohort(seed, turns))) for seed in range(8)}
+    composed = {tuple(asyncio.run(run_members(seed, turns))) for seed in range(8)}
     assert len(composed) == 1
     first = composed.pop()
     assert ("a0", "b0", "c0") in first and ("e0", "f0", "g0") in first and ("b2", "e2") in first
 
 
-def ask_cohort(queue: CallQueue, numbers: Sequence[int]) -> list[Any]:
-    """What members of one cohort got who asked once each."""
+def ask_by_key(queue: CallQueue, numbers: Sequence[int]) -> list[Any]:
+    """The results of members that make one call each, batched by key."""
 
     async def scenario() -> list[Any]:
-        cohort = BatchByKey(len(numbers))
+        by_key = BatchByKey(len(numbers))
 
         async def member(number: int) -> Any:
-            async with cohort.member():
-                return await cohort.call(queue, f"{number:03d}", number)
+            async with by_key.member():
+                return await by_key.call(queue, f"{number:03d}", number)
 
         return await asyncio.wait_for(
             asyncio.gather(*(member(i) for i in numbers), return_exceptions=True), 5
@@ -61,7 +61,7 @@ def ask_cohort(queue: CallQueue, numbers: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("bad", [{5}, {0, 7}, set(range(8)), {2, 3, 4}])
-def test_exactly_the_bad_calls_of_a_batch_fail_each_with_its_own_error(bad: set[int]) -> None:
+def test_only_the_bad_calls_of_a_batch_by_key_fail_each_with_its_own_error(bad: set[int]) -> None:
     batches: list[list[int]] = []
 
     async def serve(items: Sequence[int]) -> list[int]:
@@ -71,18 +71,18 @@ def test_exactly_the_bad_calls_of_a_batch_fail_each_with_its_own_error(bad: set[
         return [10 * item for item in items]
 
     queue = CallQueue("score/t", serve, 8)
-    found = ask_cohort(queue, range(8))
+    found = ask_by_key(queue, range(8))
     for number in range(8):
         if number in bad:
             assert str(found[number]) == f"{number} is too long"
         else:
             assert found[number] == 10 * number
     first, batches = batches, []
-    ask_cohort(queue, [7, 3, 5, 1, 0, 2, 4, 6])
-    assert batches == first, "batches do not depend on who asked first"
+    ask_by_key(queue, [7, 3, 5, 1, 0, 2, 4, 6])
+    assert batches == first, "batches must not depend on the order of the calls"
 
 
-def test_what_a_lane_is_known_to_refuse_joins_no_batch() -> None:
+def test_a_call_refused_by_the_queues_check_joins_no_batch() -> None:
     batches: list[list[int]] = []
 
     async def serve(items: Sequence[int]) -> list[int]:
@@ -93,7 +93,7 @@ def test_what_a_lane_is_known_to_refuse_joins_no_batch() -> None:
         if item == 2:
             raise TeacherError("2 is too long")
 
-    found = ask_cohort(CallQueue("score/t", serve, 8, check=check), range(4))
+    found = ask_by_key(CallQueue("score/t", serve, 8, check=check), range(4))
     assert found[:2] == [0, 1] and str(found[2]) == "2 is too long" and found[3] == 3
     assert batches == [[0, 1, 3]]
 
@@ -101,7 +101,7 @@ def test_what_a_lane_is_known_to_refuse_joins_no_batch() -> None:
 @pytest.mark.parametrize(
     "error", [TeacherUnavailable("gone"), EngineError("broken"), RuntimeError("CUDA out of memory")]
 )
-def test_a_failure_that_is_no_calls_own_fails_the_batch_at_once(error: Exception) -> None:
+def test_an_error_that_no_single_call_causes_fails_the_whole_batch_without_a_retry(error: Exception) -> None:
     asked: list[int] = []
 
     async def serve(items: Sequence[int]) -> list[int]:
@@ -110,24 +110,24 @@ def test_a_failure_that_is_no_calls_own_fails_the_batch_at_once(error: Exception
             raise error
         return list(items)
 
-    found = ask_cohort(CallQueue("engine", serve, 2), range(4))
+    found = ask_by_key(CallQueue("engine", serve, 2), range(4))
     assert found == [error, error, 2, 3] and asked == [2, 2]
 
 
-def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
+def test_a_member_that_fails_between_calls_does_not_block_the_other_members() -> None:
     async def scenario() -> list[object]:
         async def serve(items: Sequence[int]) -> list[int]:
             return list(items)
 
-        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
+        queue, by_key = CallQueue("engine", serve, 8), BatchByKey(3)
 
         async def member(number: int) -> int:
-            async with cohort.member():
-                await cohort.call(queue, str(number), number)
+            async with by_key.member():
+                await by_key.call(queue, str(number), number)
                 if number == 1:
                     raise RuntimeError("reward raised")
                 await asyncio.sleep(0.001 * number)
-                result: int = await cohort.call(queue, str(number), number)
+                result: int = await by_key.call(queue, str(number), number)
                 return result
 
         return await asyncio.wait_for(
@@ -139,8 +139,8 @@ def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.05])
-def test_calls_of_one_member_made_at_once_are_served_one_after_another(slow: float) -> None:
-    """Whatever the speed of the others: no batch goes out without a member that is still at work."""
+def test_concurrent_calls_of_one_member_are_served_one_after_another(slow: float) -> None:
+    """However slow another member is, no batch is formed without a member that has not called yet."""
 
     async def scenario() -> list[tuple[str, ...]]:
         batches: list[tuple[str, ...]] = []
@@ -149,16 +149,16 @@ def test_calls_of_one_member_made_at_once_are_served_one_after_another(slow: flo
             batches.append(tuple(items))
             return list(items)
 
-        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
+        queue, by_key = CallQueue("engine", serve, 8), BatchByKey(3)
 
         async def member(key: str, calls: int, wait: float) -> None:
-            turns = cohort.one_at_a_time()
+            turns = by_key.one_at_a_time()
 
             async def ask(turn: int) -> None:
                 async with turns:
-                    assert await cohort.call(queue, f"{key}/{turn}", f"{key}{turn}") == f"{key}{turn}"
+                    assert await by_key.call(queue, f"{key}/{turn}", f"{key}{turn}") == f"{key}{turn}"
 
-            async with cohort.member():
+            async with by_key.member():
                 await asyncio.sleep(wait)
                 await asyncio.gather(*(ask(turn) for turn in range(calls)))
 
@@ -169,8 +169,8 @@ def test_calls_of_one_member_made_at_once_are_served_one_after_another(slow: flo
     assert asyncio.run(scenario()) == [("a0", "b0", "c0"), ("a1",)]
 
 
-def test_arrivals_hold_nobody_back() -> None:
-    """A call made while an earlier one is being served is served beside it."""
+def test_batches_by_arrival_do_not_wait_for_an_earlier_batch() -> None:
+    """A call made while an earlier batch is being served is served concurrently."""
 
     async def scenario() -> list[int]:
         finished: list[int] = []
@@ -195,14 +195,14 @@ def test_arrivals_hold_nobody_back() -> None:
     assert asyncio.run(scenario()) == [1, 2, 3, 0]
 
 
-def served(
+def ask_by_arrival(
     batches: list[list[int]],
     servers: int,
     numbers: Sequence[int],
     bad: int | None = None,
     weight: Callable[[int], int] = int,
 ) -> list[Any]:
-    """What callers got who asked at once; `batches` are what the lane was given."""
+    """The results of calls made at the same time, batched by arrival. Appends the formed batches to `batches`."""
 
     async def serve(items: Sequence[int]) -> list[int]:
         batches.append(list(items))
@@ -222,25 +222,25 @@ def served(
     return asyncio.run(scenario())
 
 
-def test_calls_for_scores_of_one_moment_share_requests() -> None:
+def test_scoring_calls_made_at_the_same_time_share_requests() -> None:
     batches: list[list[int]] = []
-    assert served(batches, 1, range(10)) == [10 * number for number in range(10)]
+    assert ask_by_arrival(batches, 1, range(10)) == [10 * number for number in range(10)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_every_server_gets_its_part_of_what_arrives() -> None:
+def test_calls_that_arrive_together_are_divided_among_the_servers() -> None:
     batches: list[list[int]] = []
-    assert served(batches, 3, range(5)) == [0, 10, 20, 30, 40]
+    assert ask_by_arrival(batches, 3, range(5)) == [0, 10, 20, 30, 40]
     assert batches == [[0, 1], [2, 3], [4]]
     batches.clear()
-    assert served(batches, 0, [7]) == [70], (
-        "with no replica ready the call is made all the same: the pool waits"
+    assert ask_by_arrival(batches, 0, [7]) == [70], (
+        "with no usable replica the call must still be made, since the pool waits for one"
     )
 
 
-def test_long_rows_do_not_make_a_long_request() -> None:
+def test_a_request_is_split_when_its_total_weight_exceeds_the_limit() -> None:
     batches: list[list[int]] = []
-    assert served(batches, 1, range(6), weight=[10, 80, 30, 500, 100, 0].__getitem__) == [
+    assert ask_by_arrival(batches, 1, range(6), weight=[10, 80, 30, 500, 100, 0].__getitem__) == [
         0,
         10,
         20,
@@ -251,14 +251,14 @@ def test_long_rows_do_not_make_a_long_request() -> None:
     assert batches == [[0, 1], [2], [3], [4, 5]]
 
 
-def test_one_bad_call_does_not_fail_those_it_came_with() -> None:
+def test_a_bad_call_is_isolated_by_bisecting_its_batch() -> None:
     batches: list[list[int]] = []
-    found = served(batches, 1, range(4), bad=2)
+    found = ask_by_arrival(batches, 1, range(4), bad=2)
     assert found[:2] == [0, 10] and found[3] == 30 and isinstance(found[2], TeacherError)
     assert batches == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [3]]
 
 
-def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
+def test_an_unavailable_teacher_is_not_asked_again_with_single_calls() -> None:
     asked: list[int] = []
 
     async def serve(items: Sequence[int]) -> list[int]:
@@ -274,7 +274,7 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
     assert all(isinstance(one, TeacherUnavailable) for one in asyncio.run(scenario())) and asked == [3]
 
 
-def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last() -> None:
+def test_a_shared_request_is_cancelled_only_when_its_last_caller_is_cancelled() -> None:
     async def scenario() -> list[str]:
         events: list[str] = []
 
@@ -282,7 +282,7 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             try:
                 await asyncio.sleep(0.05 if 3 in items else 60)
             except asyncio.CancelledError:
-                events.append(f"{len(items)} given up")
+                events.append(f"{len(items)} cancelled")
                 raise
             events.append(f"{len(items)} answered")
             return list(items)
@@ -300,23 +300,23 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
         await asyncio.sleep(0.01)
         return events
 
-    assert asyncio.run(scenario()) == ["3 answered", "2 given up"]
+    assert asyncio.run(scenario()) == ["3 answered", "2 cancelled"]
 
 
-def test_a_lane_that_loses_results_is_an_error() -> None:
+def test_a_queue_that_returns_too_few_results_is_an_error() -> None:
     async def scenario() -> None:
         async def serve(items: Sequence[int]) -> list[int]:
             return []
 
-        cohort = BatchByKey(1)
-        async with cohort.member():
-            await cohort.call(CallQueue("engine", serve, 2), "a", 1)
+        by_key = BatchByKey(1)
+        async with by_key.member():
+            await by_key.call(CallQueue("engine", serve, 2), "a", 1)
 
     with pytest.raises(RuntimeError, match="0 results for 1 calls"):
         asyncio.run(scenario())
 
 
-def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
+def test_the_other_members_get_their_results_when_one_is_cancelled_during_its_batch() -> None:
     async def scenario() -> list[tuple[str, ...]]:
         batches: list[tuple[str, ...]] = []
         gone = asyncio.Event()
@@ -327,11 +327,11 @@ def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
                 await gone.wait()
             return list(items)
 
-        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
+        queue, by_key = CallQueue("engine", serve, 8), BatchByKey(3)
 
         async def member(key: str) -> object:
-            async with cohort.member():
-                call = asyncio.create_task(cohort.call(queue, key, key))
+            async with by_key.member():
+                call = asyncio.create_task(by_key.call(queue, key, key))
                 if key == "b":
                     await asyncio.sleep(0.02)
                     call.cancel()
@@ -345,7 +345,7 @@ def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
     assert asyncio.run(scenario()) == [("a", "b", "c")]
 
 
-def test_a_call_withdrawn_before_its_batch_is_not_in_it() -> None:
+def test_a_call_cancelled_before_its_batch_is_formed_is_not_in_it() -> None:
     async def scenario() -> list[tuple[str, ...]]:
         batches: list[tuple[str, ...]] = []
 
@@ -353,20 +353,20 @@ def test_a_call_withdrawn_before_its_batch_is_not_in_it() -> None:
             batches.append(tuple(items))
             return list(items)
 
-        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(2)
+        queue, by_key = CallQueue("engine", serve, 8), BatchByKey(2)
 
         async def dies_while_waiting() -> str:
-            async with cohort.member():
-                first = asyncio.create_task(cohort.call(queue, "a", "a"))
+            async with by_key.member():
+                first = asyncio.create_task(by_key.call(queue, "a", "a"))
                 await asyncio.sleep(0.01)
                 first.cancel()
-                result: str = await cohort.call(queue, "a", "a again")
+                result: str = await by_key.call(queue, "a", "a again")
                 return result
 
         async def late() -> str:
             await asyncio.sleep(0.03)
-            async with cohort.member():
-                result: str = await cohort.call(queue, "b", "b")
+            async with by_key.member():
+                result: str = await by_key.call(queue, "b", "b")
                 return result
 
         await asyncio.wait_for(asyncio.gather(dies_while_waiting(), late()), 5)

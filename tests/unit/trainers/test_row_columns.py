@@ -1,4 +1,4 @@
-"""Rows that could not be stored, or not be summed up, are refused one by one."""
+"""Rows whose metrics cannot be stored or averaged are refused one by one."""
 
 from fractions import Fraction
 from typing import Any
@@ -18,23 +18,23 @@ def row(metrics: Any) -> Trajectory:
 
 
 @pytest.mark.parametrize("value", [None, "Paris", [1, 2], [1], {"a": 1}, np.zeros(1), np.array("a")])
-def test_a_metric_that_is_no_number_is_its_row_s_fault(value: Any) -> None:
+def test_a_metric_that_is_not_a_number_raises_a_data_error_with_its_row(value: Any) -> None:
     with pytest.raises(DataError, match="row p_0_0 came with the metric 'env/found' = "):
         storable(row({"env/found": value}))
 
 
-def test_a_metric_without_a_name_is_its_row_s_fault() -> None:
+def test_a_metric_whose_name_is_not_text_raises_a_data_error() -> None:
     with pytest.raises(DataError, match=r"the metric 3 = 1\.0"):
         storable(row({3: 1.0}))
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float64(2)])
-def test_numbers_of_every_kind_are_summed_up(value: Any) -> None:
+def test_metrics_of_every_number_type_are_averaged(value: Any) -> None:
     rows = [rollout_columns(storable(row({"env/found": one}))) for one in (value, 1.0)]
     metrics = rollout_metrics({name: [one[name] for one in rows] for name in FACTS})
     assert metrics["rollout/env/found"] == (float(value) + 1) / 2
 
 
-def test_what_cannot_be_stored_is_still_refused() -> None:
+def test_a_metric_of_a_type_that_cannot_be_stored_is_refused() -> None:
     with pytest.raises(DataError, match="cannot be stored"):
         storable(row({"env/found": Fraction(1, 2)}))

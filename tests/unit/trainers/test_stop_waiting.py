@@ -28,7 +28,7 @@ async def soon(value: int) -> int:
     return value
 
 
-def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
+def test_waiting_returns_the_result_of_work_before_and_after_a_stop_signal() -> None:
     notes: list[str] = []
 
     async def body() -> None:
@@ -55,8 +55,8 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
 
 
 class Stuck:
-    """Work that waits for what never comes. `begun` is set when it waits; `ended` says that it was cancelled, after `turns` of the
-    event loop."""
+    """Work that never completes. `begun` is set when it waits. Once cancelled it takes `turns` turns of the event loop
+    and then sets `ended`."""
 
     def __init__(self, turns: int = 0) -> None:
         self.begun, self.ended, self._turns = asyncio.Event(), False, turns
@@ -71,29 +71,31 @@ class Stuck:
             self.ended = True
 
 
-async def signalled(begun: asyncio.Event, number: signal.Signals) -> None:
-    """The signal comes once the work waits."""
+async def send_signal(begun: asyncio.Event, number: signal.Signals) -> None:
+    """Sends the signal once the work waits."""
     await begun.wait()
     os.kill(os.getpid(), number)
 
 
-def test_work_that_does_not_end_is_cancelled_and_given_up() -> None:
+def test_work_that_does_not_end_after_a_stop_signal_is_cancelled() -> None:
     async def body() -> None:
         work = Stuck()
         with Interrupts(lambda text: None) as stop:
             stop.training = True
-            sender = asyncio.create_task(signalled(work.begun, signal.SIGINT))
+            sender = asyncio.create_task(send_signal(work.begun, signal.SIGINT))
             with pytest.raises(Abandoned):
                 await stop.waiting(work())
             assert work.ended and sender.done()
-            assert await asyncio.to_thread(lambda: 5) == 5, "saving has threads of its own"
+            assert await asyncio.to_thread(lambda: 5) == 5, (
+                "threads must still be usable, since the save needs them"
+            )
 
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
 @pytest.mark.parametrize("turns", [0, 50])
-def test_cancelled_work_is_over_when_its_waiter_is(turns: int) -> None:
-    """The waiter goes on to close what the work uses."""
+def test_waiting_ends_only_after_its_cancelled_work_has_ended(turns: int) -> None:
+    """The caller goes on to close what the work uses."""
 
     async def body() -> None:
         work = Stuck(turns)
@@ -108,7 +110,7 @@ def test_cancelled_work_is_over_when_its_waiter_is(turns: int) -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-DEAF = """
+BLOCKED_LOOP = """
 import asyncio, os, signal, sys, threading, time
 from understudy.trainers import stopping as interrupts
 interrupts.BLOCKED_S = float(sys.argv[1])
@@ -121,7 +123,7 @@ async def main():
             time.sleep(0.01)
         while not stop.requested:
             await asyncio.sleep(0.01)
-        print("the loop heard it", flush=True)
+        print("the loop handled it", flush=True)
 
 asyncio.run(main())
 """
@@ -129,19 +131,25 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("deaf", "blocked", "code", "message"),
-    [("0.5", "for ever", 130, "children ended"), ("60", "until the signal", 0, "the loop heard it")],
+    [("0.5", "for ever", 130, "children ended"), ("60", "until the signal", 0, "the loop handled it")],
 )
-def test_an_event_loop_that_is_blocked_does_not_hold_the_process(
+def test_a_stop_signal_ends_the_process_although_the_event_loop_is_blocked(
     deaf: str, blocked: str, code: int, message: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DEAF, deaf, blocked], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", BLOCKED_LOOP, deaf, blocked],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == code and message in done.stdout, done
 
 
-def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claim: the step is given up. Its publish: the step is kept, and nothing more is waited for."""
+def test_a_stop_abandons_a_step_that_waits_in_its_claim_and_stops_waiting_for_its_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stop during the claim gives up the step. A stop during the publish keeps it, and nothing more is waited for."""
     claim, sending = Stuck(), Stuck()
 
     async def produced(producer: Any, learner: Any, step: int) -> dict[str, float]:
@@ -158,13 +166,13 @@ def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: p
     async def body() -> None:
         with Interrupts(lambda text: None) as stop:
             stop.training = True
-            sender = asyncio.create_task(signalled(claim.begun, signal.SIGTERM))
+            sender = asyncio.create_task(send_signal(claim.begun, signal.SIGTERM))
             with pytest.raises(Abandoned):
                 await sync.take_step(system, 1, stop, ProducerMeters())
             await sender
         with Interrupts(lambda text: None) as stop:
             stop.training = True
-            sender = asyncio.create_task(signalled(sending.begun, signal.SIGTERM))
+            sender = asyncio.create_task(send_signal(sending.begun, signal.SIGTERM))
             await sync.publish(system.learner, 1, stop)
             with pytest.raises(Abandoned):
                 await stop.waiting(soon(1))

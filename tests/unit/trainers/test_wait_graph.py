@@ -1,4 +1,4 @@
-"""Who waits for whom: chains from a task to what holds it up."""
+"""The wait graph: chains from a waiting task to what it waits for."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ from understudy.trainers.wait_graph import PRODUCER, wait_graph
 TEACHERS = {"teacher math": "12 requests under way; replica 0 healthy, 12 requests", "teacher code": "idle"}
 
 
-async def held_up() -> list[str]:
-    """Window 3 is trained next; its samples are with a teacher and the engine. Window 4 is being made too."""
+async def waiting_run() -> list[str]:
+    """Window 3 is trained next; its samples wait for a teacher and the engine. Window 4 is produced as well."""
     spans, done = Spans(None), asyncio.Event()
 
     async def sample(name: str, **about: str) -> None:
@@ -49,8 +49,8 @@ async def held_up() -> list[str]:
     return lines
 
 
-def test_edges_go_from_the_trainer_to_the_replica() -> None:
-    lines = asyncio.run(held_up())
+def test_the_wait_graph_leads_from_the_trainer_to_the_replica_it_waits_for() -> None:
+    lines = asyncio.run(waiting_run())
     train = [line for line in lines if line.startswith("train")]
     assert train[0] == (
         "train waits for rows of window 3 (12 s) <- produce window 3 waits for 2 × scores of teacher math "
@@ -60,7 +60,7 @@ def test_edges_go_from_the_trainer_to_the_replica() -> None:
         "<- produce window 3 waits for 1 × rollout by the engine and its agent loop (oldest c_0_0, 12 s)"
     )
     assert len(train) == 2 and not any("window 4" in line or "code" in line for line in lines), (
-        "window 4 holds up nobody"
+        "nothing waits for window 4"
     )
     assert all(
         line.startswith("admission waits for a slot, which a publish frees (12 s) <- train waits for rows")
@@ -69,7 +69,7 @@ def test_edges_go_from_the_trainer_to_the_replica() -> None:
     )
 
 
-def test_the_sync_trainer_and_an_evaluation() -> None:
+def test_the_wait_graph_of_the_sync_trainer_and_of_an_evaluation() -> None:
     spans = Spans(None)
     with spans.span("produce", step=2), spans.span("reward", key="a_0_0"):
         now = spans.under_way()[0].start + 3
@@ -83,7 +83,7 @@ def test_the_sync_trainer_and_an_evaluation() -> None:
         ]
 
 
-def test_one_request_and_several_are_told_apart() -> None:
+def test_teacher_state_uses_singular_and_plural_for_requests() -> None:
     def replica(name: str, waiting: int) -> ReplicaMetrics:
         return ReplicaMetrics(name, State.HEALTHY, 0.5, 0, 0, 0, 0, 0, 0, waiting, 0.0, 0.0)
 

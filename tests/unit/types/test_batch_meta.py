@@ -15,14 +15,14 @@ def test_select_keeps_tags_beside_their_keys() -> None:
 
 
 @given(st.integers(0, 12), st.integers(1, 7))
-def test_chunks_are_balanced_and_whole(rows: int, parts: int) -> None:
+def test_chunks_are_balanced_and_concatenate_to_the_whole(rows: int, parts: int) -> None:
     meta = BatchMeta("p", tuple(str(i) for i in range(rows)))
     chunks = meta.chunk(parts)
     assert len(chunks) == parts and max(map(len, chunks)) - min(map(len, chunks)) <= 1
     assert BatchMeta.concat(chunks).keys == meta.keys
 
 
-def test_duplicates_are_refused_however_they_come() -> None:
+def test_duplicate_keys_missing_tags_and_mixed_partitions_are_refused() -> None:
     with pytest.raises(ValueError, match="duplicate keys"):
         BatchMeta("p", ("a", "a"))
     with pytest.raises(ValueError, match="duplicate keys"):
@@ -41,7 +41,7 @@ def test_union_joins_columns_of_the_same_rows() -> None:
         META.union(BatchMeta("train", ("a",)))
 
 
-def test_marks_go_with_their_rows() -> None:
+def test_write_marks_follow_their_rows_through_at_select_concat_and_union() -> None:
     marked = BatchMeta("p", ("a", "b"), ("tokens",), marks={"tokens": ("1", "2")})
     assert marked.at([1]).marks == {"tokens": ("2",)} and marked.select(("b", "a")).marks == {
         "tokens": ("2", "1")

@@ -9,7 +9,7 @@ ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=8
 
 
 @given(ROWS)
-def test_rows_survive(rows: list[list[int]]) -> None:
+def test_rows_are_unchanged_by_from_rows_select_and_concat(rows: list[list[int]]) -> None:
     jagged = Jagged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
     assert [row.tolist() for row in jagged] == rows
     assert [jagged[i].tolist() for i in range(len(rows))] == rows
@@ -19,7 +19,7 @@ def test_rows_survive(rows: list[list[int]]) -> None:
     assert [row.tolist() for row in Jagged.concat([jagged, jagged])] == rows + rows
 
 
-def test_trailing_dimensions() -> None:
+def test_rows_keep_their_trailing_dimensions() -> None:
     jagged = Jagged.from_rows([torch.zeros(2, 4), torch.ones(3, 4)])
     assert jagged[1].shape == (3, 4) and jagged.select([1]).values.shape == (3, 4)
     assert len(jagged.select([])) == 0

@@ -28,8 +28,8 @@ def noise(side: int) -> bytes:
 
 
 def pictured_run(folder: Path, hostile: str, broken: bool = True) -> tuple[RunDir, dict[str, str]]:
-    """The run, and the hashes of its pictures by name. With `broken`, a row has
-    one that is in no store, and one that is no picture."""
+    """The run, and the hashes of its pictures by name. With `broken`, a row has a picture that is missing from the store and
+    one that is not a picture."""
     run = recorded_run(folder)
     store = MediaStore(run.media)
     names = {

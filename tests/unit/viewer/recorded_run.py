@@ -1,4 +1,4 @@
-"""A small run directory with everything a viewer reads, and hostile text in it."""
+"""Writes a small run directory with everything the viewer reads, including hostile text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICKSTART = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quic
 def token_columns(
     seed: int = 0, tokens: int = 12, prompt: int = 5, planted: int | None = None
 ) -> dict[str, Any]:
-    """Columns as the trainer journals them; at the written token `planted` the teacher wants id 9 instead."""
+    """Columns as the trainer journals them. At the generated token `planted` the teacher prefers id 9."""
     draw = np.random.default_rng(seed)
     written = tokens - prompt
     mask = np.arange(tokens) >= prompt
@@ -51,8 +51,8 @@ def token_columns(
 
 
 def long_columns(prompt: int = 3000, turns: int = 2, written: int = 1800, tool: int = 500) -> dict[str, Any]:
-    """A row of more tokens than one answer of the server has: turns of the student, a tool's result between them. The planted
-    disagreement is the last token but ten."""
+    """A row with more tokens than one answer of the server: turns of the student with tool results between them. The teacher
+    disagrees at the tenth token from the end."""
     short = token_columns(tokens=turns * written, prompt=0, planted=turns * written - 10)
     segments = [(prompt, False)] + [(written, True), (tool, False)] * turns
     mask = np.concatenate([np.full(length, own) for length, own in segments[:-1]])
@@ -162,7 +162,7 @@ asyncio.run(write())
 
 
 def journalled(run: RunDir, rows: int = 5) -> None:
-    """Rows in the journal as a killed trainer leaves them: its process ends by SIGKILL after the commit."""
+    """Adds rows to the journal as a killed trainer leaves them: the process ends by SIGKILL after the commit."""
     code = _CHILD.format(here=str(Path(__file__).parent), rows=rows)
     ended = subprocess.run([sys.executable, "-c", code, str(run.dataplane)], check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -170,7 +170,7 @@ def journalled(run: RunDir, rows: int = 5) -> None:
 
 
 def write_waits(run: RunDir, seconds_ago: float = 0.0) -> None:
-    """What a trainer that makes progress wrote about its waits."""
+    """Writes waits.json as a trainer that makes progress does."""
     entry = {
         "status": "running",
         "written": time.time() - seconds_ago,

@@ -1,4 +1,4 @@
-"""The recorded run that ships with the package: small, complete, without paths of the machine it was made on."""
+"""The recorded run that ships with the package: it is small and complete, and has no paths of the recording machine."""
 
 import json
 
@@ -18,13 +18,13 @@ def view() -> RunView:
     return view
 
 
-def test_it_is_small_and_names_no_path_of_a_machine() -> None:
+def test_the_demo_run_is_small_and_has_no_absolute_path_in_its_recipe() -> None:
     files = [path for path in RUN.path.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1_000_000
     assert '"/' not in RUN.recipe.read_text() and "checkpoints" not in {path.name for path in files}
 
 
-def test_it_has_everything_the_page_shows(view: RunView) -> None:
+def test_the_demo_run_has_data_for_everything_the_page_shows(view: RunView) -> None:
     summary = view.summary()
     assert summary["status"] == "finished" and summary["steps"] == summary["of_steps"] > 50
     assert view.held_out()["table"] and view.worst(None) and view.timeline(None, None)["spans"]
@@ -47,7 +47,7 @@ def test_it_has_everything_the_page_shows(view: RunView) -> None:
     assert {"kl", "entropy", "ratio", "loss", "weight"} <= row["measures"].keys()
 
 
-def test_it_has_the_metrics_of_a_run_of_today(view: RunView) -> None:
+def test_the_demo_run_has_the_present_metric_names(view: RunView) -> None:
     read = {
         "actor/engine_diff",
         "actor/distillation/student_mass",
@@ -57,11 +57,11 @@ def test_it_has_the_metrics_of_a_run_of_today(view: RunView) -> None:
     assert read <= set(view.metric_names())
 
 
-def test_a_healthy_recorded_run_gets_no_warning(view: RunView) -> None:
+def test_the_demo_run_gets_no_warning(view: RunView) -> None:
     assert [one for one in view.advisories() if one["level"] == "warning"] == []
 
 
-def test_answers_of_student_and_teachers_are_the_measured_ones(view: RunView) -> None:
+def test_samples_of_the_demo_run_have_the_accuracies_of_its_table(view: RunView) -> None:
     lines = [json.loads(line) for line in RUN.samples.read_text().splitlines()]
     for entry in view.held_out()["table"]:
         expected = {"student": entry["after"], f"teacher {entry['source']}": entry["teacher"]}

@@ -1,4 +1,4 @@
-"""report.html: the page of a run in one file, whatever a model wrote."""
+"""report.html: the page of a run in one file, also with hostile generated text."""
 
 import base64
 import hashlib
@@ -49,14 +49,16 @@ def small_run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_the_table_compares_before_after_and_teacher(tmp_path: Path) -> None:
+def test_the_accuracy_table_compares_before_after_and_teacher(tmp_path: Path) -> None:
     from understudy.observability.metrics import read_metrics
 
     table = accuracy_table(read_metrics(small_run(tmp_path).metrics))
     assert table == [{"source": "add", "before": 0.2, "after": 0.6, "teacher": 0.8, "of_teacher": 0.6 / 0.8}]
 
 
-def test_a_run_stopped_before_its_second_evaluation_has_no_figure_after_it(tmp_path: Path) -> None:
+def test_the_accuracy_table_of_a_run_with_one_evaluation_has_only_one_of_before_and_after(
+    tmp_path: Path,
+) -> None:
     start = {"step": 0, "val/accuracy/add": 0.2, "val/teacher_accuracy/add": 0.8}
     assert accuracy_table([start, {"step": 1, "loss": 1.0}]) == [
         {"source": "add", "before": 0.2, "after": None, "teacher": 0.8, "of_teacher": None}
@@ -71,7 +73,7 @@ def data_of(page: str) -> dict[str, Any]:
     return dict(json.loads(found[1]))
 
 
-def test_what_a_model_wrote_ends_no_script(tmp_path: Path) -> None:
+def test_generated_text_cannot_end_a_script_of_the_report(tmp_path: Path) -> None:
     page = write_report(small_run(tmp_path), "understudy export RUN out").read_text()
     assert page.count("<script") == page.count("</script>") == 2 and "<script>alert" not in page
     data = data_of(page)
@@ -82,8 +84,7 @@ def test_what_a_model_wrote_ends_no_script(tmp_path: Path) -> None:
     assert data["curves"]["actor/loss"] == [[1, 2], [2.0, 1.0]]
 
 
-def test_the_page_can_be_sent_alone(tmp_path: Path) -> None:
-    """It refers to no file, and its policy allows its own script and style alone."""
+def test_the_report_needs_no_other_file_and_allows_only_its_own_script_and_style(tmp_path: Path) -> None:
     page = write_report(small_run(tmp_path)).read_text()
     assert re.findall(r'<[^>]*(?:src|href)="([^"#]+)"', page.partition("<script")[0]) == []
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
@@ -95,7 +96,7 @@ def test_the_page_can_be_sent_alone(tmp_path: Path) -> None:
     assert policy[1].startswith("default-src 'none'") and "import " not in bundle().split("uPlot")[0]
 
 
-def test_rows_come_with_tokens_and_candidates_within_the_budget(
+def test_the_report_has_rows_with_tokens_and_candidates_within_its_size_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = recorded_run(tmp_path / "run", steps=60)

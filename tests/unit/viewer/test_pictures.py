@@ -1,4 +1,4 @@
-"""Pictures of rows: shown by their hashes from the run's own store, and nothing else is."""
+"""Pictures of rows are served by their hashes from the run's own store. Nothing else is served there."""
 
 import base64
 
@@ -15,7 +15,7 @@ from understudy.viewer.server import HEADERS, ViewServer
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunView, dict[str, str], TestClient]:
+def viewed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunView, dict[str, str], TestClient]:
     run, names = pictured_run(tmp_path_factory.mktemp("view") / "run", HOSTILE)
     (run.media / "secret").write_bytes(png("black"))
     view = RunView(run)
@@ -34,26 +34,30 @@ def row_of(client: TestClient, key: str) -> dict:
     return client.get("/secret/api/row", params={"id": found["id"]}).json() | {"listed": found["media"]}
 
 
-def test_a_row_names_its_pictures_in_their_order(seen: tuple[RunView, dict[str, str], TestClient]) -> None:
-    _, names, client = seen
+def test_a_row_names_its_pictures_in_their_order(
+    viewed_run: tuple[RunView, dict[str, str], TestClient],
+) -> None:
+    _, names, client = viewed_run
     row = row_of(client, "two_0_0")
     assert row["media"] == row["listed"] == [names["red"], names["blue"]]
-    assert row_of(client, "eval-9")["media"] == [names["red"]], "what is no hash is left out"
+    assert row_of(client, "eval-9")["media"] == [names["red"]], "a name that is not a hash was kept"
     assert row_of(client, "eval-0")["media"] == []
 
 
-def test_equal_words_with_other_pictures_are_another_prompt(
-    seen: tuple[RunView, dict[str, str], TestClient],
+def test_prompts_with_equal_text_and_different_pictures_are_different_prompts(
+    viewed_run: tuple[RunView, dict[str, str], TestClient],
 ) -> None:
-    _, _, client = seen
+    _, _, client = viewed_run
     one, other = row_of(client, "two_0_0"), row_of(client, "other_0_0")
     assert one["prompt"] == other["prompt"] and one["prompt_sum"] != other["prompt_sum"]
     same = client.get("/secret/api/same", params={"sum": str(one["prompt_sum"])}).json()
     assert [row["key"] for row in same] == ["two_0_0"]
 
 
-def test_a_picture_comes_as_it_was_stored(seen: tuple[RunView, dict[str, str], TestClient]) -> None:
-    _, names, client = seen
+def test_a_picture_is_served_with_its_stored_bytes_and_its_type(
+    viewed_run: tuple[RunView, dict[str, str], TestClient],
+) -> None:
+    _, names, client = viewed_run
     reply = client.get(f"/secret/media/{names['red']}")
     assert reply.content == png("red") and reply.headers["content-type"] == "image/png"
     assert all(reply.headers[name] == value for name, value in HEADERS.items())
@@ -74,14 +78,16 @@ def test_a_picture_comes_as_it_was_stored(seen: tuple[RunView, dict[str, str], T
         "0" * 64 + "%0a",
     ],
 )
-def test_only_hashes_of_stored_pictures_are_answered(
-    seen: tuple[RunView, dict[str, str], TestClient], name: str
+def test_only_hashes_of_stored_pictures_are_served(
+    viewed_run: tuple[RunView, dict[str, str], TestClient], name: str
 ) -> None:
-    assert seen[2].get(f"/secret/media/{name}").status_code == 404
+    assert viewed_run[2].get(f"/secret/media/{name}").status_code == 404
 
 
-def test_other_files_of_the_store_are_not_served(seen: tuple[RunView, dict[str, str], TestClient]) -> None:
-    view, names, client = seen
+def test_other_files_of_the_store_are_not_served(
+    viewed_run: tuple[RunView, dict[str, str], TestClient],
+) -> None:
+    view, names, client = viewed_run
     assert client.get(f"/secret/media/{names['script']}").status_code == 404
     assert client.get(f"/wrong/media/{names['red']}").status_code == 404
     refused = client.get(f"/secret/media/{names['red']}", headers={"sec-fetch-site": "cross-site"})
@@ -90,21 +96,23 @@ def test_other_files_of_the_store_are_not_served(seen: tuple[RunView, dict[str, 
     planted = view.run.media / "cd" / ("cd" * 32)
     planted.parent.mkdir()
     planted.symlink_to(view.run.recipe)
-    assert client.get(f"/secret/media/{planted.name}").status_code == 404, "its bytes have another hash"
+    assert client.get(f"/secret/media/{planted.name}").status_code == 404, (
+        "a file whose bytes have another hash was served"
+    )
 
 
-def test_a_picture_over_the_bound_is_not_read(
-    seen: tuple[RunView, dict[str, str], TestClient], monkeypatch: pytest.MonkeyPatch
+def test_a_picture_over_the_size_limit_is_not_served(
+    viewed_run: tuple[RunView, dict[str, str], TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("understudy.viewer.run_view.MOST_PICTURE_BYTES", 50)
-    reply = seen[2].get(f"/secret/media/{seen[1]['red']}")
+    reply = viewed_run[2].get(f"/secret/media/{viewed_run[1]['red']}")
     assert reply.status_code == 404 and "more than 50 bytes" in reply.text
 
 
-def test_the_report_holds_them_within_its_budget(
-    seen: tuple[RunView, dict[str, str], TestClient], monkeypatch: pytest.MonkeyPatch
+def test_the_report_embeds_pictures_within_its_size_limit(
+    viewed_run: tuple[RunView, dict[str, str], TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view, names, _ = seen
+    view, names, _ = viewed_run
     held = frozen_data(view)["pictures"]
     assert held[names["red"]] == "data:image/png;base64," + base64.b64encode(png("red")).decode()
     large = base64.b64decode(held[names["large"]].partition(",")[2])
@@ -114,6 +122,6 @@ def test_the_report_holds_them_within_its_budget(
     assert set(frozen_data(view)["pictures"]) <= {names["red"], names["blue"]}
 
 
-def test_the_type_is_that_of_the_first_bytes() -> None:
+def test_the_media_type_is_read_from_the_first_bytes() -> None:
     assert media_type(png("red")) == "image/png" and media_type(b"RIFF\x00\n\x00\x01WEBPx") == "image/webp"
     assert media_type(b"<svg/>") is None and media_type(b"") is None and media_type(b"RIFFWEBP") is None

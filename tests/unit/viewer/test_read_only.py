@@ -1,4 +1,4 @@
-"""A run on a disk that is mounted read-only: rows in flight included, live and killed."""
+"""Viewing a run on a disk that is mounted read-only, with its rows in flight."""
 
 import json
 import os
@@ -34,21 +34,21 @@ print(json.dumps([view.status(), {kind: len(rows) for kind, rows in found.items(
 
 
 def _on_read_only_disk(run: Path, shown: Path) -> list[object]:
-    """What a reader in a mount namespace of its own sees, where the run's folder is mounted read-only."""
+    """What a reader sees in its own mount namespace, in which the folder of the run is mounted read-only."""
     shown.mkdir(exist_ok=True)
     mount = f"mount --bind {run} {shown} && mount -o remount,ro,bind {shown}"
-    apart = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*apart, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets no user mount")
+    in_namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*in_namespace, mount], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed on this machine")
     done = subprocess.run(
-        [*apart, f'{mount} && exec "$0" "$@"', sys.executable, "-c", _LOOK, str(shown)],
+        [*in_namespace, f'{mount} && exec "$0" "$@"', sys.executable, "-c", _LOOK, str(shown)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_run_is_read_from_a_read_only_disk(tmp_path: Path) -> None:
+def test_a_killed_and_a_running_run_are_read_from_a_read_only_disk(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     journalled(run)
     rows = {"journal": 5, "kept": 4, "dump": 9, "held-out": 2}

@@ -1,4 +1,4 @@
-"""A run directory answers the page's questions: finished, killed, resumed, damaged; it is never written to."""
+"""`RunView` reads finished, killed, resumed and damaged run directories for the page, and never writes to them."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
     return opened(recorded_run(tmp_path_factory.mktemp("view") / "run"))
 
 
-def test_curves_by_name_and_the_held_out_table(view: RunView) -> None:
+def test_the_view_has_curves_by_name_and_the_held_out_table(view: RunView) -> None:
     assert "odd/metric" in view.metric_names()
     assert view.curves(["actor/loss", "none"], 100) == {
         "actor/loss": [list(range(1, 13)), [2.0 / s for s in range(1, 13)]]
@@ -64,7 +64,7 @@ def test_curves_by_name_and_the_held_out_table(view: RunView) -> None:
     assert (line["before"], line["after"], line["teacher"]) == (0.1, 0.8, 0.9)
 
 
-def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
+def test_a_downsampled_curve_keeps_its_extremes(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     values = [1.0] * 5000
     values[1234], values[4321] = 99.0, -99.0
@@ -73,7 +73,7 @@ def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
     assert len(steps) <= 210 and max(found) == 99.0 and min(found) == -99.0 and 1234 in steps
 
 
-def test_rows_sort_filter_and_search(view: RunView) -> None:
+def test_rows_can_be_sorted_filtered_and_searched(view: RunView) -> None:
     everything = rows(view)
     assert everything["total"] == 6 * 3 + 4 + 2
     assert everything["choices"]["kind"] == ["dump", "held-out", "kept"]
@@ -84,11 +84,11 @@ def test_rows_sort_filter_and_search(view: RunView) -> None:
     assert found["step"] == 8
     assert rows(view, text="prompt 2")["total"] == 6
     assert rows(view, text="مرحبا")["total"] == 6 + 2 + 1
-    assert rows(view, text="stop_reason")["total"] == 0  # a field's name is no text
+    assert rows(view, text="stop_reason")["total"] == 0  # names of fields are not searched
     assert rows(view, limit=3, offset=23)["rows"][0]["id"]
 
 
-def test_a_kept_row_shows_what_the_teacher_wanted(view: RunView) -> None:
+def test_a_kept_row_has_the_teachers_candidates_and_the_gap_of_each_token(view: RunView) -> None:
     (group,) = [group for group in view.worst(12) if group["id"] == 9]
     worst = group["tokens"][0]
     row = view.row(worst["row"])
@@ -102,19 +102,19 @@ def test_a_kept_row_shows_what_the_teacher_wanted(view: RunView) -> None:
     )
 
 
-def test_text_alone_has_no_tokens(view: RunView) -> None:
+def test_a_dumped_row_has_text_and_no_tokens(view: RunView) -> None:
     (row,) = rows(view, labels={"kind": "dump"}, text="needle2", limit=1)["rows"][:1]
     found = view.row(row["id"])
     assert "tokens" in found and "pieces" not in found and found["completion"].endswith(HOSTILE)
     assert view.candidates(row["id"], 0, 5) == []
 
 
-def test_the_same_prompt_elsewhere(view: RunView) -> None:
+def test_rows_with_the_same_prompt_are_found_in_all_kinds_of_rows(view: RunView) -> None:
     row = view.row(rows(view, labels={"kind": "kept"}, sort="kl")["rows"][0]["id"])
     assert {one["kind"] for one in view.same_prompt(row["prompt_sum"])} == {"kept", "dump"}
 
 
-def test_the_timeline_and_one_rows_life(view: RunView) -> None:
+def test_the_timeline_has_the_spans_of_a_period_and_of_one_row(view: RunView) -> None:
     whole = view.timeline(0.0, 20.0)
     assert [span["name"] for span in whole["spans"]].count("update") == 12 and whole["end"] == pytest.approx(
         12.9
@@ -123,7 +123,7 @@ def test_the_timeline_and_one_rows_life(view: RunView) -> None:
     assert [(one["name"], one["about"]) for one in view.life("p1_0_0")] == [("rollout", {"key": "p1_0_0"})]
 
 
-def test_a_resumed_run_has_a_second_launch(tmp_path: Path) -> None:
+def test_the_timeline_of_a_resumed_run_has_two_launches(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     with run.spans.open("a") as out:
         out.write('{"name":"update","start":0.1,"end":0.6,"step":13}\n')
@@ -131,7 +131,7 @@ def test_a_resumed_run_has_a_second_launch(tmp_path: Path) -> None:
     assert len(found["launches"]) == 2 and found["end"] == pytest.approx(12.9 + 0.6)
 
 
-def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_killed_run_shows_the_rows_of_its_journal_and_is_not_changed(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     journalled(run)
     before = snapshot(run.path)
@@ -147,7 +147,7 @@ def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_pat
     assert snapshot(run.path) == before
 
 
-def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
+def test_new_metrics_and_rows_of_a_growing_run_are_read(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     view = opened(run)
     with run.metrics.open("a") as out:
@@ -172,8 +172,8 @@ def test_a_metrics_file_cut_by_a_resume_is_read_again(tmp_path: Path) -> None:
     assert view.summary()["steps"] == 5 and len(view.curves(["actor/loss"], 100)["actor/loss"][0]) == 5
 
 
-def test_a_run_that_begins_anew_while_the_page_is_open(tmp_path: Path) -> None:
-    """Killed before its first checkpoint: a resume empties the files, and loads its models before it writes again."""
+def test_the_view_is_reset_when_a_run_begins_again_at_step_0(tmp_path: Path) -> None:
+    """The run was killed before its first checkpoint. The resume empties the files and loads models before it writes again."""
     run = recorded_run(tmp_path / "run")
     view = opened(run)
     assert view.held_out()["answers"]
@@ -187,8 +187,8 @@ def test_a_run_that_begins_anew_while_the_page_is_open(tmp_path: Path) -> None:
     assert view.held_out() == {"table": [], "answers": []}
 
 
-def test_the_commands_offered_can_be_given(tmp_path: Path) -> None:
-    """A run without held-out problems has no best checkpoint and nothing to evaluate on."""
+def test_the_view_offers_only_commands_that_would_work(tmp_path: Path) -> None:
+    """A run without held-out problems has no best checkpoint and cannot be evaluated."""
     run = recorded_run(tmp_path / "run")
     assert opened(run).summary()["commands"] == {}
     (run.checkpoints / "step-000012").mkdir()
@@ -201,7 +201,7 @@ def test_the_commands_offered_can_be_given(tmp_path: Path) -> None:
     assert offered["export"] == f"understudy export {run.path} my-student --best"
 
 
-def test_a_folder_with_nothing_but_a_recipe_opens(tmp_path: Path) -> None:
+def test_a_run_directory_with_only_a_recipe_can_be_viewed(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text("{}")
     view = opened(RunDir.open(tmp_path))
     assert rows(view)["total"] == 0 and view.advisories() == [] and view.timeline(None, None)["spans"] == []
@@ -209,7 +209,7 @@ def test_a_folder_with_nothing_but_a_recipe_opens(tmp_path: Path) -> None:
         view.row("kept:1:0")
 
 
-def test_recipe_differences() -> None:
+def test_differences_lists_the_recipe_keys_with_unequal_values() -> None:
     recipes = [
         {"a": {"b": 1, "c": 2}, "run": {"dir": "x"}},
         {"a": {"b": 1, "c": 3, "d": None}, "run": {"dir": "y"}},
@@ -217,8 +217,8 @@ def test_recipe_differences() -> None:
     assert differences(recipes) == [{"key": "a.c", "values": [2, 3]}]
 
 
-def test_scores_lie_in_a_lane_per_replica_and_notes_are_events(tmp_path: Path) -> None:
-    """Written by the trainer's own classes, in two launches."""
+def test_the_timeline_groups_scores_by_replica_and_has_notes_as_events(tmp_path: Path) -> None:
+    """The spans are written by the trainer's own classes, in two launches."""
     run = recorded_run(tmp_path / "run")
     run.spans.unlink()
     for launch in (1, 2):
@@ -260,10 +260,10 @@ def test_rows_of_a_step_begin_with_those_that_have_token_scores(view: RunView) -
     assert [row["kind"] for row in last] == ["kept", "kept", "dump", "dump", "dump", "held-out"]
 
 
-def test_a_run_of_another_machine_is_alive_while_it_writes(
+def test_a_run_of_another_machine_counts_as_running_while_it_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a shared disk its process id may be one of this machine's processes."""
+    """On a shared disk, its process id may be the id of a process of this machine."""
     run = recorded_run(tmp_path / "run")
     run.state.write_text(json.dumps({"status": "running", "pid": os.getpid(), "host": "another-machine"}))
     assert opened(run).status() == "killed"
@@ -272,7 +272,7 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     write_waits(run)
     assert main(["doctor", str(run.path)]) == 0
     output = capsys.readouterr().out
-    # It was 1 s when the entry was written; a slow machine may take seconds to read it.
+    # The entry says 1 s; a slow machine may take seconds until it reads it.
     assert re.search(
         rf"running as process {os.getpid()} on another-machine; last progress [1-9]\d* s ago", output
     )
@@ -281,10 +281,10 @@ def test_a_run_of_another_machine_is_alive_while_it_writes(
     assert "its process is gone" in capsys.readouterr().out
 
 
-def test_a_run_that_was_killed_here_is_gone_at_once(
+def test_a_run_that_was_killed_on_this_machine_is_reported_as_ended_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its last report may be a second old, and is told as the past."""
+    """Its last report may be only a second old, and is shown as a past one."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run = recorded_run(tmp_path / "run")
@@ -307,12 +307,14 @@ def test_a_run_that_was_killed_here_is_gone_at_once(
     assert output.index("its last report, of ") < output.index("1 replica healthy")
 
 
-def test_a_run_that_was_killed_while_it_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_the_state_of_a_run_that_has_not_begun_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run = RunDir.create(str(tmp_path / "run"), "run")
     run.recipe.write_text("{}")
-    for state, told in (
+    for state, message in (
         (None, "unknown; it has not begun to train"),
         (
             {"status": "running", "pid": gone.pid},
@@ -325,14 +327,14 @@ def test_a_run_that_was_killed_while_it_started(tmp_path: Path, capsys: pytest.C
         if state is not None:
             run.state.write_text(json.dumps(state))
         assert main(["doctor", str(run.path)]) == 0
-        assert told in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     run.state.write_text("{")
     assert main(["doctor", str(run.path)]) == 2
     assert "state.json is damaged" in capsys.readouterr().err
 
 
-def test_one_look_can_read_everything(tmp_path: Path) -> None:
-    """As the report of a long run does: each look goes through all files of rows."""
+def test_a_single_look_with_large_limits_reads_everything(tmp_path: Path) -> None:
+    """The report of a long run does this, because each look goes through all files of rows."""
     run = recorded_run(tmp_path / "run")
     for step in range(100, 120):
         (run.path / "kept_rows" / f"{step:06d}.jsonl").write_text(

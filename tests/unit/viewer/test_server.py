@@ -1,4 +1,4 @@
-"""The server answers the holder of the address on this machine, and refuses everything else."""
+"""The viewer's server answers requests of this machine that have the secret address, and refuses all others."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_the_page_has_no_inline_script_and_a_strict_policy(client: TestClient) -
 
 
 @pytest.mark.parametrize("name", ["app.js", "style.css", "uplot.js", "tokens.js", "icon.svg"])
-def test_its_files_are_served_and_load_nothing_from_outside(client: TestClient, name: str) -> None:
+def test_page_files_are_served_and_load_nothing_from_other_sites(client: TestClient, name: str) -> None:
     reply = client.get(f"/secret/page/{name}")
     assert reply.status_code == 200 and reply.headers["x-content-type-options"] == "nosniff"
     assert "import(" not in reply.text and "fetch(" not in reply.text
@@ -50,7 +50,7 @@ def test_its_files_are_served_and_load_nothing_from_outside(client: TestClient, 
         "/secret/api/none",
     ],
 )
-def test_other_addresses_are_not_found(client: TestClient, path: str) -> None:
+def test_unknown_paths_and_wrong_tokens_are_not_found(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
@@ -66,17 +66,19 @@ def test_other_addresses_are_not_found(client: TestClient, path: str) -> None:
         {"sec-fetch-site": "same-site"},
     ],
 )
-def test_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+def test_requests_from_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
     assert client.get("/secret/api/runs", headers=headers).status_code == 403
 
 
-def test_it_only_reads(client: TestClient) -> None:
+def test_the_server_refuses_methods_that_write(client: TestClient) -> None:
     for method in ("post", "put", "delete", "patch", "options"):
         assert getattr(client, method)("/secret/api/runs").status_code == 405
 
 
 @pytest.mark.parametrize("name", sorted(QUESTIONS))
-def test_every_question_has_an_answer_or_a_reason(client: TestClient, name: str) -> None:
+def test_every_api_question_is_answered_and_invalid_parameters_cause_no_server_error(
+    client: TestClient, name: str
+) -> None:
     found = client.get("/secret/api/rows", params={"kind": "kept"}).json()["rows"][0]
     whole = {"id": found["id"], "from": "0", "to": "4", "key": "actor/loss", "sum": "1", "run": "1"}
     assert client.get(f"/secret/api/{name}", params=whole).status_code == 200
@@ -89,7 +91,7 @@ def test_every_question_has_an_answer_or_a_reason(client: TestClient, name: str)
         assert client.get(f"/secret/api/{name}", params=broken).status_code in (200, 400, 404)
 
 
-def test_hostile_text_is_data(client: TestClient) -> None:
+def test_hostile_text_is_returned_as_json(client: TestClient) -> None:
     reply = client.get("/secret/api/rows", params={"q": "needle4"})
     assert reply.headers["content-type"] == "application/json" and reply.json()["rows"][0]["prompt"].endswith(
         HOSTILE
@@ -97,7 +99,7 @@ def test_hostile_text_is_data(client: TestClient) -> None:
     assert client.get("/secret/api/runs").json()[0]["note"] == HOSTILE
 
 
-def test_a_page_of_rows_is_bounded(client: TestClient) -> None:
+def test_the_number_of_rows_in_an_answer_is_limited(client: TestClient) -> None:
     assert len(client.get("/secret/api/rows", params={"limit": "100000"}).json()["rows"]) <= 200
     assert client.get("/secret/api/recipes").json() == []
 

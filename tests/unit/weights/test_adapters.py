@@ -1,4 +1,4 @@
-"""Adapters merged by the engine itself: from the base it keeps, and only where that base is the trainer's."""
+"""Engines merge adapters themselves: into the base that they keep, and only if the trainer has the same base."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
 
 
 def adapters(of: nn.Module, seed: int, scale: float = 2.0, rank: int = 2) -> Named:
-    """For both linear layers."""
+    """Adapters for both linear layers, packed with the mark of their base."""
     random = torch.Generator().manual_seed(seed)
     packed: Named = [packed_mark(base_mark(of.named_parameters()))]
     for name, weight in of.named_parameters():
@@ -28,20 +28,20 @@ def adapters(of: nn.Module, seed: int, scale: float = 2.0, rank: int = 2) -> Nam
 
 
 @torch.no_grad()
-def take(adapted: AdaptedModel, into: nn.Module, packed: Named) -> None:
-    """As an engine does: copied into its own tensors, where they are not those already."""
+def apply_update(adapted: AdaptedModel, into: nn.Module, packed: Named) -> None:
+    """Copies the weights into the engine's tensors, except those that share their memory, as an engine does."""
     own = dict(into.named_parameters())
     for name, tensor in adapted.weights(packed):
         if own[name].data_ptr() != tensor.data_ptr():
             own[name].copy_(tensor)
 
 
-def test_every_version_is_merged_from_the_base() -> None:
-    """Merged onto what the version before left, a hundred roundings in bfloat16 would add up."""
+def test_every_version_of_the_adapters_is_merged_into_the_original_base() -> None:
+    """Merging into the previous version would accumulate a hundred roundings in bfloat16."""
     fresh, engine = model(torch.bfloat16), model(torch.bfloat16)
     adapted = AdaptedModel(engine)
     for seed in range(100):
-        take(adapted, engine, adapters(fresh, seed))
+        apply_update(adapted, engine, adapters(fresh, seed))
     last = dict(adapters(fresh, 99))
     for name, weight in fresh.named_parameters():
         if weight.dim() == 2:
@@ -50,9 +50,9 @@ def test_every_version_is_merged_from_the_base() -> None:
         else:
             expected = weight
         assert torch.equal(dict(engine.named_parameters())[name], expected), name
-    take(adapted, engine, adapters(fresh, 0, scale=0.0))
+    apply_update(adapted, engine, adapters(fresh, 0, scale=0.0))
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), fresh.parameters(), strict=True))
-    take(adapted, engine, adapters(fresh, 1)[:1])  # a set without any: the base again
+    apply_update(adapted, engine, adapters(fresh, 1)[:1])  # an update without adapters restores the base
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), fresh.parameters(), strict=True))
 
 
@@ -63,25 +63,25 @@ def test_adapters_of_another_base_are_refused_before_anything_changes() -> None:
     with pytest.raises(
         EngineError, match=r"other weights than this engine has loaded.*student\.lora\.publish"
     ):
-        take(adapted, engine, adapters(model(seed=1), 0))
+        apply_update(adapted, engine, adapters(model(seed=1), 0))
     wrong = [(name, tensor[:, :1] if "up" in name else tensor) for name, tensor in adapters(engine, 0)]
     wrong += packed_adapter("2.weight", torch.zeros(2, 9), torch.zeros(4, 2), 1.0)
     with pytest.raises(EngineError, match=r"an adapter of \[4, 2\] × \[2, 9\] came for 2\.weight"):
-        take(adapted, engine, wrong)
+        apply_update(adapted, engine, wrong)
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), before, strict=True))
 
 
-def test_whole_weights_are_the_base_of_what_comes_next() -> None:
+def test_whole_weights_become_the_base_of_later_adapters() -> None:
     engine, other = model(), model(seed=3)
     adapted = AdaptedModel(engine)
-    take(adapted, engine, adapters(model(), 0))
+    apply_update(adapted, engine, adapters(model(), 0))
     engine.load_state_dict(other.state_dict())
     adapted.replaced()
-    take(adapted, engine, adapters(other, 0, scale=0.0))
+    apply_update(adapted, engine, adapters(other, 0, scale=0.0))
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), other.parameters(), strict=True))
 
 
-def test_a_mark_tells_names_types_places_and_every_bit() -> None:
+def test_the_base_mark_depends_on_names_dtypes_shapes_and_every_bit_of_the_weights() -> None:
     weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     mark = base_mark([("a", weight), ("b", torch.ones(2))])
     assert base_mark([("b", torch.ones(2)), ("a", weight.clone())]) == mark
@@ -96,13 +96,13 @@ def test_a_mark_tells_names_types_places_and_every_bit() -> None:
     assert len({mark, *(base_mark(one) for one in others)}) == 1 + len(others)
 
 
-def test_their_names_are_no_weights_names() -> None:
+def test_names_of_adapter_tensors_are_distinct_from_names_of_weights() -> None:
     assert all(is_of_adapters(name) for name, _ in adapters(model(), 0))
     assert not any(is_of_adapters(name) for name, _ in model().named_parameters())
 
 
-def test_modules_over_the_base_share_what_no_adapter_changes() -> None:
-    """They compute with the base, whatever adapters come; only adapted layers are there twice, tied ones too."""
+def test_a_sharing_copy_keeps_the_base_and_shares_the_tensors_that_no_adapter_changes() -> None:
+    """The copy computes with the base, whatever adapters arrive. Only adapted layers are held twice; tied weights stay tied."""
     engine = nn.Sequential(model(), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     engine[2].weight = engine[1].weight
     plain, before = sharing_copy(engine), [one.clone() for one in engine.parameters()]
@@ -114,7 +114,7 @@ def test_modules_over_the_base_share_what_no_adapter_changes() -> None:
         assert not tensor.requires_grad and theirs[name].requires_grad
     assert plain[2].weight is plain[1].weight
     assert plain[0][0].weight.data_ptr() == adapted._base["0.0.weight"].data_ptr(), (
-        "the one that merging needs"
+        "the base weight that merging needs is held a second time"
     )
     mark = packed_mark(base_mark(engine.named_parameters()))
 
@@ -123,11 +123,11 @@ def test_modules_over_the_base_share_what_no_adapter_changes() -> None:
         return [mark, *packed_adapter(name, torch.ones(1, columns), torch.full((rows, 1), 1.0), version)]
 
     for version in (1, 2):
-        take(adapted, engine, adapter("0.0.weight", version))
+        apply_update(adapted, engine, adapter("0.0.weight", version))
         assert torch.equal(theirs["0.0.weight"], before[0] + version)
         assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), before, strict=True))
     with pytest.raises(EngineError, match=r"an adapter came for 0\.2\.weight, which a teacher"):
-        take(adapted, engine, adapter("0.2.weight", 3))
+        apply_update(adapted, engine, adapter("0.2.weight", 3))
     with pytest.raises(EngineError, match=r"set student\.lora\.publish = 'adapter'"):
         adapted.replaced()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), before, strict=True))

@@ -1,4 +1,4 @@
-"""Which library carries the weights, from what members say of themselves."""
+"""Which library broadcasts the weights (NCCL or Gloo), given the GPUs that members report."""
 
 import pytest
 
@@ -35,7 +35,7 @@ TRAINER = Member("the trainer", "GPU-a")
         ),
     ],
 )
-def test_nccl_wants_a_gpu_of_its_own_for_everybody(
+def test_nccl_is_chosen_only_if_every_member_has_its_own_gpu(
     members: list[Member], backend: GroupBackend, note: str | None
 ) -> None:
     choice = choose_backend(members)
@@ -43,5 +43,5 @@ def test_nccl_wants_a_gpu_of_its_own_for_everybody(
     assert (choice.note is None) if note is None else (note in str(choice.note))
 
 
-def test_host_memory_is_no_gpu() -> None:
+def test_a_cpu_device_has_no_gpu_id() -> None:
     assert gpu_id("cpu") is None

@@ -1,4 +1,4 @@
-"""Buckets through a group of its own: the same bytes at the other end, or an end within seconds."""
+"""Weights are broadcast in buckets: they arrive bit for bit, or the transfer ends within seconds."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def weights(seed: int = 0) -> Named:
-    """Every kind that models hold, sizes that do not divide anything, one tensor larger than a bucket."""
+    """All dtypes that models have, sizes that are not multiples of the alignment, and a tensor larger than a bucket."""
     made = torch.Generator().manual_seed(seed)
     shapes = [(7, 3), (), (1000,), (33, 65), (0, 4), (5,)]
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -65,8 +65,8 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size(sizes: lis
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["host-memory", "through-a-stage"])
-def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group(staged: bool) -> None:
-    """Through a stage as on GPUs, where NCCL carries the buckets; here the stage's device is the CPU."""
+def test_several_versions_arrive_bit_for_bit_through_one_group(staged: bool) -> None:
+    """On GPUs NCCL sends the buckets through a stage; here the device of the stage is the CPU."""
     rendezvous = Rendezvous("127.0.0.1")
     stage = Stage("cpu") if staged else None
     lead, *others = orders(rendezvous, "all", 4)
@@ -78,19 +78,21 @@ def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_gr
             named = weights(version)
             packed = PackedWeights(named, bucket_bytes=128, before=before)
             assert len(packed.buckets) > 4
-            coming = [
+            receiving = [
                 threads.submit(r.receive, StreamOrder(order, packed.bucket_bytes, packed.notes, staged))
                 for r, order in zip(receivers, others, strict=True)
             ]
             group = group or rendezvous.join(lead)
             send(group, packed, stage)
-            for received in coming:
+            for received in receiving:
                 assert bits(received.result(30)) == bits(named)
-            assert before == [] or packed.flats[0].data_ptr() == before[0].data_ptr(), "memory is used again"
+            assert before == [] or packed.flats[0].data_ptr() == before[0].data_ptr(), (
+                "the memory of the last version was not reused"
+            )
             before = packed.flats
 
 
-def test_packed_weights_keep_their_bytes_when_the_tensors_move_on() -> None:
+def test_packed_weights_keep_their_bytes_when_the_tensors_change_afterwards() -> None:
     named = weights()
     expected = bits(named)
     packed = PackedWeights(named, bucket_bytes=256)
@@ -107,15 +109,15 @@ def test_a_damaged_bucket_is_refused() -> None:
     packed.complete()
     packed.flats[1][3] ^= 1
     with ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(
+        receiving = threads.submit(
             Receiver("127.0.0.1").receive, StreamOrder(other, packed.bucket_bytes, packed.notes)
         )
         send(rendezvous.join(lead), packed)
         with pytest.raises(TransferBroken, match=r"bucket 1 .* damaged"):
-            coming.result(30)
+            receiving.result(30)
 
 
-def test_who_never_comes_or_sends_nothing_costs_a_deadline_and_not_a_hang() -> None:
+def test_an_absent_or_silent_member_ends_the_transfer_after_the_stall_timeout() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     lead, other = orders(rendezvous, "absent", 2, stall_s=1.0)
     began = time.monotonic()
@@ -125,13 +127,15 @@ def test_who_never_comes_or_sends_nothing_costs_a_deadline_and_not_a_hang() -> N
     receiver = Receiver("127.0.0.1")
     with ThreadPoolExecutor(1) as threads:
         lead, other = orders(rendezvous, "silent", 2, stall_s=1.0)
-        coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
+        receiving = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
         group = rendezvous.join(lead)
         with pytest.raises(TransferBroken, match="did not arrive whole"):
-            coming.result(20)
+            receiving.result(20)
         assert time.monotonic() - began < 20
         del group
         lead, other = orders(rendezvous, "again", 2)
-        coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
+        receiving = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
         send(rendezvous.join(lead), packed)
-        assert bits(coming.result(20)) == bits(weights()), "one that gave up can join the next group"
+        assert bits(receiving.result(20)) == bits(weights()), (
+            "a receiver that gave up cannot join the next group"
+        )

@@ -1,4 +1,4 @@
-"""New weights reach the engine whole, under the right version."""
+"""New weights reach the engine with the right version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(value: float = 1.0) -> nn.Module:
 
 
 class Receiver:
-    """An engine that keeps what it is given."""
+    """An engine that stores the weights it receives."""
 
     def __init__(self) -> None:
         self.own = model(0.0)
@@ -42,7 +42,7 @@ class Receiver:
         self.version = version
 
 
-def test_shared_weights_are_the_same_memory() -> None:
+def test_shared_weights_use_the_memory_of_the_trained_model() -> None:
     trained, engine = model(), Receiver()
     publisher: WeightPublisher = SharedWeights(trained, engine)
     assert (publisher.version, engine.version) == (-1, -1)

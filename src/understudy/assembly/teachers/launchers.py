@@ -69,12 +69,23 @@ class LocalTeachers:
         self._token = token
         self._seats = seats
         self._folders: dict[str, OwnedFolder] = {}
+        self._begun: dict[str, asyncio.Task[Endpoint]] = {}
         self.endpoints: dict[str, Endpoint] = {}
         self.following: FollowingReplicas | None = None
         """Gives replicas the student's weights; None: they keep the weights they load."""
 
+    def begin(self) -> None:
+        """Starts the recipe's replicas ahead. `start` then returns what became of each."""
+        for replica in map(str, range(self._teacher.replicas)):
+            self._begun[replica] = asyncio.create_task(self._start(replica))
+
     async def start(self, replica: str) -> Endpoint:
+        if begun := self._begun.pop(replica, None):
+            return await begun
         await self.stop(replica)
+        return await self._start(replica)
+
+    async def _start(self, replica: str) -> Endpoint:
         gpus = self._seats.take(teacher_role(self._name), int(replica))
         ranks = range(self._teacher.tensor_parallel)
         rendezvous: Path | None = None
@@ -100,7 +111,14 @@ class LocalTeachers:
             await self.following.started(replica, endpoint)
         return endpoint
 
+    async def stop_begun(self) -> None:
+        """Stops the replicas that `begin` started and `start` was not asked for."""
+        await asyncio.gather(*(self.stop(replica) for replica in list(self._begun)))
+
     async def stop(self, replica: str) -> None:
+        if begun := self._begun.pop(replica, None):
+            begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
         ranks = range(self._teacher.tensor_parallel)
         await asyncio.gather(*(self._processes.stop(self._process(replica, rank)) for rank in ranks))
         if self.following is not None:

@@ -2,11 +2,15 @@
 
 recipe ─> seats ─> replicas start ─> each is checked    ─> fits this recipe? ─> router, call queues
                    launchers.py      (manifest, scores)    fit.py               queues.py
+
+`begin_teachers` starts the replicas that need nothing of the student while it is loaded; `start_teachers` does the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,27 +64,52 @@ class _Launch:
 
     settings: TeacherSettings
     processes: LocalProcesses
-    seats: Seats
+    begun: BegunTeachers
     student: StudentFacts
     view: LiveView
-    token: str
-    """The bearer token of the replicas that this run starts."""
     remote: RemoteScoring | None
     engine: Engine | None
 
-    @property
-    def batching(self) -> RequestBatching:
-        """How replicas of this run batch requests."""
-        return RequestBatching.BY_REQUEST if self.settings.deterministic else RequestBatching.BY_ARRIVAL
+
+@dataclass(frozen=True, slots=True)
+class BegunTeachers:
+    """What is settled of a launch's teachers before the student is loaded."""
+
+    seats: Seats
+    token: str
+    """The bearer token of the replicas that this run starts."""
+    batching: RequestBatching
+    """How replicas of this run batch requests."""
+    launchers: Mapping[str, LocalTeachers]
+    """By teacher: those whose replicas are starting."""
+
+    async def stop(self) -> None:
+        """Stops the replicas that no pool has taken over."""
+        await asyncio.gather(*(launcher.stop_begun() for launcher in self.launchers.values()))
+
+
+def begin_teachers(settings: TeacherSettings, processes: LocalProcesses, seating: Seating) -> BegunTeachers:
+    """Starts the replicas in processes of our own that do not follow the student. Call `stop` when the launch ends:
+    it may end before `start_teachers` does."""
+    batching = RequestBatching.BY_REQUEST if settings.deterministic else RequestBatching.BY_ARRIVAL
+    seats, token = Seats(seating, gpu_names()), secrets.token_urlsafe(24)
+    launchers = {
+        name: LocalTeachers(processes, name, teacher, batching, token, seats)
+        for name, teacher in settings.teachers.items()
+        if teacher.placement in ("standalone", "pool")
+        and not (teacher.starts_vllm or teacher.follows_student)
+    }
+    for launcher in launchers.values():
+        launcher.begin()
+    return BegunTeachers(seats, token, batching, launchers)
 
 
 async def start_teachers(
     settings: TeacherSettings,
     processes: LocalProcesses,
-    seating: Seating,
+    begun: BegunTeachers,
     student: StudentFacts,
     view: LiveView,
-    token: str,
     remote: RemoteScoring | None = None,
     engine: Engine | None = None,
 ) -> Teachers:
@@ -88,8 +117,8 @@ async def start_teachers(
 
     With `remote`, workers send the requests for remote rows. `engine`: the student's, for teachers with
     `placement = "engine"`."""
-    seats, teachers = Seats(seating, gpu_names()), Teachers({})
-    launch = _Launch(settings, processes, seats, student, view, token, remote, engine)
+    teachers = Teachers({})
+    launch = _Launch(settings, processes, begun, student, view, remote, engine)
     for name, teacher in settings.teachers.items():
         if teacher.placement == "external":
             teachers.tokens[name] = token_of(name, teacher)
@@ -116,19 +145,21 @@ async def start_teachers(
 def _launcher(launch: _Launch, name: str, teacher: TeacherConfig, place: int) -> TeacherLauncher:
     """What starts the replicas of a teacher that is not external. `place`: how many teachers sit in the engine's
     processes already."""
-    processes, student, batching = launch.processes, launch.student, launch.batching
+    if name in launch.begun.launchers:
+        return launch.begun.launchers[name]
+    processes, student, begun = launch.processes, launch.student, launch.begun
+    batching, token, seats = begun.batching, begun.token, begun.seats
     if teacher.placement == "trainer":
         assert student.base is not None
-        return LoraBaseTeacher(LoraBaseReplica.of(name, teacher, batching), launch.token, student.base)
+        return LoraBaseTeacher(LoraBaseReplica.of(name, teacher, batching), token, student.base)
     if teacher.placement == "engine":
         assert isinstance(launch.engine, HostedEngine)
         return EngineTeachers(processes, name, launch.engine, place)
     if teacher.starts_vllm:
         k = launch.settings.topk
-        return VLLMTeachers(processes, name, teacher, batching, launch.token, launch.seats, k, student.family)
-    launcher = LocalTeachers(processes, name, teacher, batching, launch.token, launch.seats)
-    if teacher.follows_student:
-        launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
+        return VLLMTeachers(processes, name, teacher, batching, token, seats, k, student.family)
+    launcher = LocalTeachers(processes, name, teacher, batching, token, seats)
+    launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
     return launcher
 
 
@@ -159,7 +190,9 @@ def _pool(launch: _Launch, name: str, teacher: TeacherConfig, teachers: Teachers
         specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(endpoints)]
     else:
         specs = [ReplicaSpec(str(i)) for i in range(_replicas(teacher, launcher))]
-    connect = connect_of(name, teacher, launch.student, launch.settings.topk, launch.batching, launch.remote)
+    connect = connect_of(
+        name, teacher, launch.student, launch.settings.topk, launch.begun.batching, launch.remote
+    )
     return TeacherPool(name, specs, launcher, options=options, connect=connect, on_event=on_event)
 
 

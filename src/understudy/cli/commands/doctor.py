@@ -20,6 +20,7 @@ from rich.console import Console
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.rundir import RunDir, read_whole
 from understudy.observability.watchdog import read_waits, run_status
+from understudy.planning.installed import too_old
 from understudy.planning.preflight import PYTHON_VARIABLE
 from understudy.rollout.tools.sandbox import namespace_problem
 
@@ -114,6 +115,8 @@ def _machine() -> None:
             line(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             line(package, "not installed")
+    for problem in too_old():
+        line("too old", problem)
     line("vllm", _vllm())
     memory = psutil.virtual_memory()
     line("cores", f"{os.cpu_count()} ({torch.get_num_threads()} torch threads)")

@@ -27,14 +27,14 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from understudy.cli.outcome import finish
-    from understudy.cli.reading import checked_recipe
-    from understudy.run.entry import early_fork_server, run_to_its_end
+    from understudy.cli.reading import recipe_to_run
+    from understudy.run.entry import importing, run_to_its_end
 
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
-    recipe = checked_recipe(path, options.overrides)
     next_command = f"understudy train {path} {_NEXT}"
-    with early_fork_server(recipe.cluster, recipe.teachers):
-        from understudy.run.launch import launch
+    with recipe_to_run(path, options.overrides) as recipe:
+        with importing():
+            from understudy.run.launch import launch
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
     if code == 0:  # a stopped run has already printed how to continue

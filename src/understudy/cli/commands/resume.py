@@ -10,7 +10,7 @@ from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.observability.rundir import RunDir
-from understudy.run.entry import early_fork_server, run_to_its_end
+from understudy.run.entry import early_fork_server, importing, run_to_its_end
 
 EXAMPLE = "understudy resume runs/RUN"
 
@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     if options.overrides and not changes:
         tell("nothing changes: the run has these values already")
     with early_fork_server(recipe.cluster, recipe.teachers):
-        from understudy.run.launch import resume
+        with importing():
+            from understudy.run.launch import resume
 
         resumed = resume(options.run, options.overrides, progress=not options.quiet, tell=tell)
         return finish(run_to_its_end(resumed))

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from understudy.cli.outcome import finish
-from understudy.cli.reading import checked_recipe
+from understudy.cli.reading import recipe_to_run
 from understudy.observability.rundir import RunDir
-from understudy.run.entry import early_fork_server, run_to_its_end
+from understudy.run.entry import importing, run_to_its_end
 
 EXAMPLE = "understudy train recipe.toml trainer.steps=20"
 
@@ -44,12 +44,13 @@ def steps(text: str) -> list[int]:
 
 def run(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, *([f"run.profile_steps={options.profile}"] if options.profile else [])]
-    recipe = checked_recipe(options.recipe, overrides, progress=not options.quiet)
-    if options.view and recipe.run.dir is None:
-        folder = RunDir.fresh_path(recipe.run.name)
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
-    with early_fork_server(recipe.cluster, recipe.teachers), ExitStack() as stack:
-        from understudy.run.launch import launch
+    with ExitStack() as stack:
+        recipe = stack.enter_context(recipe_to_run(options.recipe, overrides, progress=not options.quiet))
+        if options.view and recipe.run.dir is None:
+            folder = RunDir.fresh_path(recipe.run.name)
+            recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
+        with importing():
+            from understudy.run.launch import launch
 
         if options.view:
             from understudy.viewer.serve import served_beside

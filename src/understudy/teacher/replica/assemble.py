@@ -19,7 +19,7 @@ from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.replica.tensor_parallel import ReplicaRank, join
 from understudy.teacher.scoring.body import ScoringLayout
 from understudy.teacher.scoring.eight_bits import Bits
-from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
+from understudy.teacher.scoring.model import FrozenModel, hashed_weights, load_frozen, vocabulary_of
 from understudy.teacher.scoring.offload import offloaded
 from understudy.teacher.scoring.quantize import quantized
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
@@ -46,7 +46,9 @@ def build_worker(
         raise TeacherError(
             f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"
         )
-    digest = weights_sha256(frozen.model)
+    digest = hashed_weights(frozen.model)
+    if args.world_size > 1 or args.compile or args.quantize is not None or _offloads(args):
+        digest.result()  # before weights are moved or changed, or a CUDA graph is recorded
     error = None
     if args.quantize is not None:
         frozen, error = quantized(frozen, Bits(args.quantize), args.device, args.quantize_tolerance)
@@ -60,7 +62,7 @@ def build_worker(
         teacher=args.name,
         backend="native",
         model=args.model,
-        weights_sha256=digest,
+        weights_sha256=digest.result(),
         vocab_fingerprint=vocabulary.fingerprint,
         vocab_size=scorer.vocab,
         hidden_size=scorer.hidden_size,

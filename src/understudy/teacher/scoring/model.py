@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,19 @@ def looks_like_folder(path: str) -> bool:
 
 
 def weights_sha256(model: Any) -> str:
-    """A digest of the digests of all tensors, in the order of their names; it does not depend on how files store them.
-    Tensors are read by several threads: one alone needs seconds for a model of some billions of weights."""
+    """A digest of the digests of all tensors, in the order of their names; it does not depend on how files store them."""
+    return hashed_weights(model).result()
+
+
+def hashed_weights(model: Any) -> Future[str]:
+    """`weights_sha256` on threads of its own, which read the tensors that the model has now. One alone needs seconds for
+    a model of some billions of weights."""
     state = model.state_dict()
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        found = threads.map(lambda name: _tensor_digest(name, state[name]), sorted(state))
-        return hashlib.sha256(b"".join(found)).hexdigest()
+    threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="weights-sha256")
+    found = [threads.submit(_tensor_digest, name, state[name]) for name in sorted(state)]
+    whole = threads.submit(lambda: hashlib.sha256(b"".join(one.result() for one in found)).hexdigest())
+    threads.shutdown(wait=False)
+    return whole
 
 
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:

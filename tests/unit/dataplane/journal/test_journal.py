@@ -1,4 +1,4 @@
-"""The journal itself: group commits, failure that stops everything, one process per folder."""
+"""The journal: group commits, disk errors that stop the plane, one process per folder, dead letters."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ ROW = {"tokens": np.arange(50, dtype=np.int32)}
 
 
 def commits(plane: EmbeddedDataPlane) -> list[int]:
-    """Counts the rows of each commit from here on."""
+    """Records the number of rows of each commit from here on."""
     writer, sizes = plane._store.journal.writer, []
     plain = writer.commit
 
@@ -36,7 +36,7 @@ def commits(plane: EmbeddedDataPlane) -> list[int]:
     return sizes
 
 
-def test_concurrent_writers_share_commits(tmp_path: Path) -> None:
+def test_concurrent_puts_are_written_in_shared_commits(tmp_path: Path) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
         sizes = commits(plane)
@@ -50,10 +50,10 @@ def test_concurrent_writers_share_commits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inline", [0, 2**30])
-def test_a_put_that_returned_is_in_the_file(
+def test_a_row_is_in_the_file_as_soon_as_its_put_returned(
     tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read by another connection at that very moment, whichever thread wrote it."""
+    """Another connection reads the row at that moment, whether the event loop or the writer thread wrote it."""
     monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
 
     async def body() -> None:
@@ -74,7 +74,7 @@ def test_a_put_that_returned_is_in_the_file(
 
 
 @pytest.mark.parametrize("inline", [0, 2**30])
-def test_whatever_returned_is_in_the_file(
+def test_the_effect_of_every_call_is_in_the_file_as_soon_as_the_call_returned(
     tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
@@ -118,11 +118,11 @@ def test_whatever_returned_is_in_the_file(
 
 
 @pytest.mark.parametrize("inline", [0, 2**30])
-def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
+def test_a_full_disk_fails_all_later_calls_and_loses_no_acknowledged_row(
     tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
-    safe: list[str] = []
+    acknowledged: list[str] = []
 
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
@@ -131,12 +131,12 @@ def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
 
         async def write(i: int) -> None:
             await plane.put("train", {f"{i}_0_0": {"x": np.zeros(500, np.int32)}})
-            safe.append(f"{i}_0_0")
+            acknowledged.append(f"{i}_0_0")
 
         results: list[Any] = []
         for start in range(0, 400, 8):
             results += await asyncio.gather(*(write(start + i) for i in range(8)), return_exceptions=True)
-        assert 8 <= len(safe) < 400
+        assert 8 <= len(acknowledged) < 400
         failed = [result for result in results if result is not None]
         assert all(isinstance(error, DataPlaneError) and "full" in str(error) for error in failed)
         with pytest.raises(DataPlaneError, match="free space"):
@@ -153,7 +153,7 @@ def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
 
     async def after() -> None:
         plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
-        assert set(await plane.list("train")) == set(safe)
+        assert set(await plane.list("train")) == set(acknowledged)
         await plane.put("train", {"new_0_0": ROW})
         await plane.close()
 
@@ -162,8 +162,8 @@ def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
     asyncio.run(after())
 
 
-def test_a_full_disk_is_told_by_settle_and_rewind_too(tmp_path: Path) -> None:
-    """SQLite rolls a failed write back itself; a second rollback hid the cause."""
+def test_settle_and_rewind_on_a_full_disk_raise_an_error_with_the_cause(tmp_path: Path) -> None:
+    """SQLite itself rolls a failed write back. Before, a second rollback hid the cause."""
 
     async def run(rewinds: bool) -> str:
         plane = EmbeddedDataPlane.open(
@@ -191,7 +191,7 @@ def test_a_full_disk_is_told_by_settle_and_rewind_too(tmp_path: Path) -> None:
         assert re.search("disk I/O error|disk is full", message), message
 
 
-def test_a_spill_that_cannot_be_written_stops_the_plane_too(
+def test_a_put_whose_spill_file_cannot_be_written_raises_and_leaves_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
@@ -212,7 +212,7 @@ def test_a_spill_that_cannot_be_written_stops_the_plane_too(
     asyncio.run(body())
 
 
-def test_the_log_is_moved_into_the_tables_as_it_grows(
+def test_the_write_ahead_log_is_checkpointed_as_it_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "LOG_BYTES", 200_000)
@@ -229,7 +229,7 @@ def test_the_log_is_moved_into_the_tables_as_it_grows(
     asyncio.run(body())
 
 
-def test_a_cancelled_writer_does_not_take_others_with_it(
+def test_cancelling_one_put_does_not_cancel_others_of_the_same_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "INLINE_BYTES", 0)
@@ -259,7 +259,7 @@ def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [DataPlaneError("the last commit failed"), asyncio.CancelledError()])
-def test_a_plane_that_cannot_commit_at_its_end_gives_its_folder_back(
+def test_a_plane_whose_last_commit_fails_releases_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """A trainer that lost a rank or its critic opens the folder again in the same process."""
@@ -277,20 +277,20 @@ def test_a_plane_that_cannot_commit_at_its_end_gives_its_folder_back(
     asyncio.run(scenario())
 
 
-def test_sync_flushes_the_log_the_spill_and_their_names(
+def test_sync_flushes_the_log_the_spill_file_and_their_folders_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[int] = set()
     plain = os.fsync
 
-    def noting(handle: int) -> None:
+    def recording_fsync(handle: int) -> None:
         flushed.add(os.fstat(handle).st_ino)
         plain(handle)
 
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path, max_rows=10, max_bytes=2**20, spill_bytes=100)
         await plane.put("train", {"a_0_0": ROW})
-        monkeypatch.setattr(os, "fsync", noting)
+        monkeypatch.setattr(os, "fsync", recording_fsync)
         await plane.sync()
         needed = [
             tmp_path / "journal.sqlite-wal",
@@ -304,7 +304,7 @@ def test_sync_flushes_the_log_the_spill_and_their_names(
     asyncio.run(body())
 
 
-def test_ends_of_leases_long_acked_do_not_pile_up(tmp_path: Path) -> None:
+def test_deadlines_of_acknowledged_leases_are_removed(tmp_path: Path) -> None:
     async def body() -> None:
         plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
         await plane.put("train", {f"{i}_0_0": ROW for i in range(500)})
@@ -330,7 +330,7 @@ def test_a_dead_letter_file_that_cannot_be_written_does_not_stop_the_run(tmp_pat
 
 
 @pytest.mark.parametrize("another", [True, False])
-def test_a_dead_letter_that_found_no_room_is_written_with_the_next_or_at_the_end(
+def test_a_dead_letter_that_could_not_be_written_is_written_with_the_next_or_on_close(
     tmp_path: Path, another: bool
 ) -> None:
     file = tmp_path / "dead_letters.jsonl"
@@ -351,7 +351,7 @@ def test_a_dead_letter_that_found_no_room_is_written_with_the_next_or_at_the_end
     assert keys == ["a_0_0", "b_0_0"][: 1 + another]
 
 
-def test_a_dead_letter_that_the_disk_took_in_part_is_written_whole_later(tmp_path: Path) -> None:
+def test_a_partly_written_dead_letter_is_truncated_and_written_whole_with_the_next(tmp_path: Path) -> None:
     letters, reason = DeadLetters(tmp_path), detail("poison")
     letters.append("train", "a_0_0", 1, reason)
     file = tmp_path / "dead_letters.jsonl"
@@ -368,8 +368,8 @@ def test_a_dead_letter_that_the_disk_took_in_part_is_written_whole_later(tmp_pat
     assert keys == ["a_0_0", "b_0_0", "c_0_0"]
 
 
-def test_every_placeholder_of_a_commit_is_bare(tmp_path: Path) -> None:
-    """Of a list of values for numbered or named ones Python 3.12.1 warns that it will be refused."""
+def test_sql_statements_of_a_commit_use_no_numbered_or_named_placeholders(tmp_path: Path) -> None:
+    """Python 3.12.1 warns that a list of values for numbered or named placeholders will be refused."""
 
     class Recording:
         def __init__(self, cursor: sqlite3.Cursor) -> None:

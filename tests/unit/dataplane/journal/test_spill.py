@@ -1,4 +1,4 @@
-"""Segment files: written records are read back, damage is noticed, unused files are deleted."""
+"""Segment files: written records are read back, damage raises, unused files are deleted."""
 
 import os
 import threading
@@ -26,12 +26,14 @@ def test_frames_fill_segments_and_are_read_back_in_any_order(tmp_path: Path) -> 
     spill.close()
     again = SpillFiles(tmp_path, segment_bytes=100)
     assert [again.read(ref) for ref in refs] == frames
-    assert put(again, b"new").segment == 5, "a new process never appends to what an old one may have torn"
+    assert put(again, b"new").segment == 5, (
+        "a new process never appends to a segment that an old one may have left incomplete"
+    )
     again.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+def test_reading_a_changed_truncated_or_missing_segment_raises(tmp_path: Path, damage: str) -> None:
     spill = SpillFiles(tmp_path)
     ref = put(spill, b"x" * 1000)
     spill.close()
@@ -48,7 +50,7 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
         SpillFiles(tmp_path).read(ref)
 
 
-def test_only_unreferenced_segments_before_the_line_are_deleted(tmp_path: Path) -> None:
+def test_only_unreferenced_segments_below_the_given_number_are_deleted(tmp_path: Path) -> None:
     spill = SpillFiles(tmp_path, segment_bytes=10)
     for _ in range(4):
         put(spill, b"0123456789")
@@ -60,8 +62,8 @@ def test_only_unreferenced_segments_before_the_line_are_deleted(tmp_path: Path) 
     spill.close()
 
 
-def test_threads_that_read_a_segment_at_once_open_its_file_once(tmp_path: Path) -> None:
-    """A further descriptor would keep the space of the segment after its deletion."""
+def test_threads_that_read_a_segment_at_the_same_time_open_its_file_once(tmp_path: Path) -> None:
+    """A second descriptor would keep the segment's disk space after its deletion."""
     first = SpillFiles(tmp_path)
     ref = put(first, b"frame")
     first.close()

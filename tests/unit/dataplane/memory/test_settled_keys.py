@@ -1,4 +1,4 @@
-"""Millions of settled keys in eight bytes each."""
+"""The set of settled keys, which holds millions of keys in eight bytes each."""
 
 import random
 import sys
@@ -6,7 +6,7 @@ import sys
 from understudy.dataplane.memory.settled import SettledKeys
 
 
-def test_it_behaves_as_a_set_across_merges() -> None:
+def test_settled_keys_behave_as_a_set_across_merges() -> None:
     rng = random.Random(0)
     settled, plain = SettledKeys(merge_at=50), set()
     for _ in range(2000):
@@ -19,7 +19,7 @@ def test_it_behaves_as_a_set_across_merges() -> None:
     assert len(settled) <= len(plain) + 50
 
 
-def test_it_stays_small() -> None:
+def test_settled_keys_take_eight_bytes_each() -> None:
     settled = SettledKeys()
     for i in range(200_000):
         settled.add(f"00000-{i:07d}_0_0")

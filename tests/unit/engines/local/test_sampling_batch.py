@@ -22,10 +22,10 @@ REQUESTS = st.lists(
 @given(REQUESTS)
 @example([(0, 3, 0, False), (1, 1, 1, False), (2**32, 5, 2, True), (2**63 - 1, 7, 3, False), (2**64 - 1, 1, 0, False)])  # fmt: skip
 @settings(max_examples=100, deadline=None)
-def test_every_request_draws_what_its_own_generator_would(
+def test_every_request_draws_the_random_numbers_of_its_own_seed(
     requests: list[tuple[int, int, int, bool]],
 ) -> None:
-    """Also one that continues after some of its tokens; a greedy request draws nothing."""
+    """Also a request that continues after some of its tokens; a greedy request draws nothing."""
     sampling = [Sampling(count, temperature=0.0 if greedy else 1.0) for _, count, _, greedy in requests]
     written = [min(done, count) for _, count, done, _ in requests]
     seeds = [seed for seed, _, _, _ in requests]
@@ -36,6 +36,6 @@ def test_every_request_draws_what_its_own_generator_would(
         assert found_N[: len(own_N)].tobytes() == own_N.tobytes() and not found_N[len(own_N) :].any()
 
 
-def test_shorter_budgets_draw_a_prefix() -> None:
+def test_a_smaller_max_new_tokens_draws_a_prefix_of_the_same_random_numbers() -> None:
     batch = SamplingBatch.build([Sampling(20), Sampling(5)], [7, 7], [0, 0], 8, torch.device("cpu"))
     assert batch.uniforms_NB[:5, 0].tolist() == batch.uniforms_NB[:5, 1].tolist()

@@ -1,4 +1,5 @@
-"""An engine may give its modules other code; the modules that are trained keep theirs, and share no more than tensors with them."""
+"""An engine may replace code in its modules; the trained modules keep theirs, and share only tensors with the
+engine's."""
 
 import asyncio
 import copy
@@ -38,7 +39,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines on the host take slots and put the decode kernels into their modules."""
+    """Engines on the CPU use slots and put the decode kernels into their modules."""
     monkeypatch.setattr(hf, "KERNEL_DEVICES", {"cpu"})
     monkeypatch.setattr(decode_attention, "kernel_fits", lambda *_: True)
     yield
@@ -63,7 +64,7 @@ def settings_of(shared: bool) -> EngineSettings:
     return replace(resolve(RECIPE, gpus=0).engine, shares_tensors=shared)
 
 
-def opened(student: LoadedModel, *, shared: bool) -> HFEngine:
+def open_now(student: LoadedModel, *, shared: bool) -> HFEngine:
     engine = asyncio.run(
         open_engine(settings_of(shared), student, None, Silent())  # type: ignore[arg-type]
     )
@@ -71,8 +72,8 @@ def opened(student: LoadedModel, *, shared: bool) -> HFEngine:
     return engine
 
 
-def own_code(model: Any) -> list[str]:
-    """Modules that run something else than their class says."""
+def replaced_forwards(model: Any) -> list[str]:
+    """The modules whose `forward` was replaced."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
@@ -80,13 +81,15 @@ def own_code(model: Any) -> list[str]:
 def test_an_engine_shares_tensors_with_the_trained_model_and_never_modules(
     student: LoadedModel, shared: bool
 ) -> None:
-    engine = opened(student, shared=shared)
+    engine = open_now(student, shared=shared)
     policy = Policy(student.model, PolicySettings())
     publisher = publisher_of(settings_of(shared), policy, engine)
     assert isinstance(publisher, SharedWeights if shared else CopiedWeights)
-    assert own_code(engine._model) and not own_code(policy.model), "the kernels belong to the engine"
-    theirs = {id(module) for module in policy.model.modules()}
-    assert not theirs & {id(module) for module in engine._model.modules()}
+    assert replaced_forwards(engine._model) and not replaced_forwards(policy.model), (
+        "only the engine's modules have kernels"
+    )
+    trained_modules = {id(module) for module in policy.model.modules()}
+    assert not trained_modules & {id(module) for module in engine._model.modules()}
     assert engine._model.config is not policy.model.config
     trained, used = dict(policy.model.named_parameters()), dict(engine._model.named_parameters())
     assert trained.keys() == used.keys()
@@ -95,8 +98,8 @@ def test_an_engine_shares_tensors_with_the_trained_model_and_never_modules(
     assert not any(module.training for module in engine._model.modules())
 
 
-def test_whoever_trains_an_engines_modules_is_stopped_at_the_first_step(student: LoadedModel) -> None:
-    """What went unnoticed once: an engine made over the very modules that are trained."""
+def test_a_training_forward_through_an_engines_modules_raises(student: LoadedModel) -> None:
+    """Before, an engine made over the very modules that are trained went unnoticed."""
     student.engine(max_batch=4)
     model = student.model.train()
     with pytest.raises(EngineError, match="generates only"):
@@ -109,28 +112,28 @@ def test_whoever_trains_an_engines_modules_is_stopped_at_the_first_step(student:
 
 
 @pytest.mark.parametrize("fuse", [fuse_norms, fuse_decoding])
-def test_a_model_in_training_is_given_no_kernels(student: LoadedModel, fuse: Any) -> None:
+def test_fusing_kernels_into_a_model_in_training_mode_raises(student: LoadedModel, fuse: Any) -> None:
     assert student.model.training
     with pytest.raises(EngineError, match="training mode"):
         fuse(student.model)
-    assert not own_code(student.model)
-    assert fuse(student.model.eval()) > 0 and own_code(student.model)
+    assert not replaced_forwards(student.model)
+    assert fuse(student.model.eval()) > 0 and replaced_forwards(student.model)
 
 
 def test_a_copy_of_an_engines_model_runs_its_own_modules(student: LoadedModel) -> None:
-    """A function that remembers its module would go on with the original's after a copy."""
+    """A function bound to its module would still run the original module after a copy."""
     model = student.model.eval()
     fuse_norms(model)
     fuse_decoding(model)
     for twin in (copy.deepcopy(model), sharing_copy(model)):
-        for name in own_code(twin):
+        for name in replaced_forwards(twin):
             module = twin.get_submodule(name)
             assert module.forward.__self__ is module
 
 
-def test_the_trainers_attention_is_not_the_engines(student: LoadedModel) -> None:
-    """The trainer changes its attention for every update, while an engine's thread may be in the midst of a step."""
-    engine, copied = opened(student, shared=True), opened(student, shared=False)
+def test_the_attention_of_trainer_and_engine_can_be_changed_independently(student: LoadedModel) -> None:
+    """The trainer changes its attention for every update, while an engine's thread may be within a step."""
+    engine, copied = open_now(student, shared=True), open_now(student, shared=False)
     before = engine._model.config._attn_implementation
     with attention_for(student.model, Layout.PACKED):
         assert student.model.config._attn_implementation == VARLEN
@@ -140,9 +143,9 @@ def test_the_trainers_attention_is_not_the_engines(student: LoadedModel) -> None
     assert student.model.config._attn_implementation == before
 
 
-def test_sharing_twice_keeps_the_one_pool(student: LoadedModel) -> None:
+def test_sharing_the_same_parameters_again_keeps_the_slot_pool(student: LoadedModel) -> None:
     """A second pool beside the first may not fit, and the engine would fall back to the slow layout."""
-    engine = opened(student, shared=True)
+    engine = open_now(student, shared=True)
     pool = engine._pool
     assert pool is not None
     engine.share_parameters_with(student.model)
@@ -153,8 +156,8 @@ def test_sharing_twice_keeps_the_one_pool(student: LoadedModel) -> None:
     assert next(engine._model.parameters()) is next(other.parameters())
 
 
-def test_recorded_steps_are_forgotten_when_a_weight_moves(student: LoadedModel) -> None:
-    engine = opened(student, shared=True)
+def test_recorded_steps_are_dropped_when_a_weight_moves_in_memory(student: LoadedModel) -> None:
+    engine = open_now(student, shared=True)
     pool = engine._pool
     assert isinstance(pool, SlotPool)
 
@@ -166,7 +169,7 @@ def test_recorded_steps_are_forgotten_when_a_weight_moves(student: LoadedModel) 
     with torch.no_grad():
         weight.mul_(2.0)
     publish(1)
-    assert pool._steps, "writing into a weight leaves it where it is"
+    assert pool._steps, "writing into a weight does not move it"
     weight.data = weight.data.clone()
     publish(2)
-    assert not pool._steps, "a graph would have read the memory it lay in before"
+    assert not pool._steps, "a graph would read the old memory of the weight"

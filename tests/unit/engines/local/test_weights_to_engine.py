@@ -1,4 +1,4 @@
-"""The real engine under both ways of publishing: what it samples from is what the policy has just become."""
+"""The real engine under both ways of publishing samples from the policy as last published."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_the_engine_samples_from_the_published_policy(way: str) -> None:
                 generations = await engine.generate(requests)
                 assert all((generation.weight_versions == version).all() for generation in generations)
                 batch = as_batch(generations)
-                mine = policy.logprobs(batch).values
-                theirs = torch.cat([torch.tensor(generation.logprobs) for generation in generations])
-                assert torch.allclose(mine, theirs, atol=1e-4)
+                policy_logprobs = policy.logprobs(batch).values
+                engine_logprobs = torch.cat([torch.tensor(generation.logprobs) for generation in generations])
+                assert torch.allclose(policy_logprobs, engine_logprobs, atol=1e-4)
                 counts = batch.loss_mask.values.sum()
                 weights = [torch.full((int(mask.sum()),), 1.0 / int(counts)) for mask in batch.loss_mask]
                 policy.update(batch, likelihood, weights)
-                assert not torch.allclose(policy.logprobs(batch).values, mine, atol=1e-3)
+                assert not torch.allclose(policy.logprobs(batch).values, policy_logprobs, atol=1e-3)
         finally:
             await engine.close()
 

@@ -1,7 +1,7 @@
-"""vLLM servers that do not stay up: started again a bounded number of times, then given up with their own last words.
+"""vLLM servers that die: restarted a bounded number of times, then given up with their own error message.
 
-The servers are processes of their own, behind the real launcher and the real `vllm_host`; a few lines of the standard library stand in
-for vLLM. `plan` says what each life of a server does: `serves`, `dies at once`, `dies when asked`, `answers once`.
+The servers are real processes, behind the real launcher and the real `vllm_host`; a small HTTP server stands in for
+vLLM. `plan` says what each start of a server does: `serves`, `dies at once`, `dies when asked`, `answers once`.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ Server(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
 """
 
 
-def asked(key: str) -> GenerateRequest:
+def request_for(key: str) -> GenerateRequest:
     return GenerateRequest(key, np.array([3, 4], np.int32), Sampling(2, ()), seed=1)
 
 
@@ -85,7 +85,8 @@ def with_server(
     most: int,
     body: Callable[[VLLMEngine, list[str]], Awaitable[None]],
 ) -> int:
-    """Runs `body` with an engine over one such server and what it told; returns how often the server was started."""
+    """Runs `body` with an engine over one such server and the engine's notes; returns how often the server was
+    started."""
     package = folder / "fake" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for part in (package, *package.parents[:2]):
@@ -115,18 +116,16 @@ def with_server(
     return len((folder / "plan.lives").read_text())
 
 
-def test_one_that_dies_at_once_is_given_up_with_its_own_words(
+def test_a_server_that_dies_at_every_restart_is_given_up_with_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(engine: VLLMEngine, notes: list[str]) -> None:
-        assert (await engine.generate([asked("a")]))[0].tokens.tolist() == [5, 5]
+        assert (await engine.generate([request_for("a")]))[0].tokens.tolist() == [5, 5]
         os.kill(engine.children["replica-0"].ready["server"], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(EngineError, match="no vLLM server is left") as caught:
-            await engine.generate([asked("b")])
-        assert time.monotonic() - began < 50, (
-            "told when the last restart was in vain, not when the timeout ends"
-        )
+            await engine.generate([request_for("b")])
+        assert time.monotonic() - began < 50, "raised when the last restart failed, not when the timeout ends"
         message = str(caught.value)
         assert "ValueError: no room for the KV cache" in message
         assert "given up after 2 restarts" in message and "cluster.restarts.rollout" in message
@@ -140,32 +139,32 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
 
 
 @pytest.mark.slow
-def test_one_that_starts_and_dies_when_asked_is_given_up_too(
+def test_a_server_that_restarts_but_dies_at_its_first_request_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start is no progress: only an answer is."""
+    """A successful start does not reset the count of restarts; only an answer does."""
 
     async def body(engine: VLLMEngine, notes: list[str]) -> None:
         with pytest.raises(EngineError, match=r"torch\.AcceleratorError: illegal memory access"):
-            await engine.generate([asked("a")])
+            await engine.generate([request_for("a")])
         assert sum("is back" in one for one in notes) == 2
 
     assert with_server(tmp_path, monkeypatch, "dies when asked", 2, body) == 3
 
 
 @pytest.mark.slow
-def test_answers_between_two_deaths_begin_the_count_anew(
+def test_an_answer_between_two_deaths_resets_the_count_of_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(engine: VLLMEngine, notes: list[str]) -> None:
         for row in "abc":
-            assert (await engine.generate([asked(row)]))[0].tokens.tolist() == [5, 5]
+            assert (await engine.generate([request_for(row)]))[0].tokens.tolist() == [5, 5]
         assert all("(1 of 1)" in one for one in notes if "started again" in one)
 
     assert with_server(tmp_path, monkeypatch, "answers once", 1, body) == 3
 
 
-def test_a_server_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_leaves_no_temporary_folder(tmp_path: Path) -> None:
     """This interpreter has no vLLM."""
     command = ["-m", "understudy.engines.servers.vllm_process", "--python", sys.executable, "--model", "none"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Phase times read back from a run directory that was written with known ones, and the command that uses them."""
+"""Phase times measured from a run directory with known ones, and `plan --simulate`, which uses them."""
 
 import json
 from importlib import resources
@@ -14,7 +14,8 @@ from understudy.planning.simulation.phase_times import combined, measure
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 STEPS, ROWS, LENGTH, PROMPT = 10, 32, 6, 14
 DECODE, SCORE, UPDATE, OPTIMIZER, PUBLISH = 0.05, 0.24, 0.8, 0.02, 0.04
-"""Seconds: of a decode step; of scoring a batch on two teachers; of forward and backward; of the rest of an update."""
+"""Seconds of a decode step, of scoring a batch on two teachers, of forward and backward, of the rest of an update, and
+of a publish."""
 
 
 def write_run(folder: Path, decode: float = DECODE, max_batch: int = ROWS) -> Path:
@@ -50,7 +51,7 @@ def write_run(folder: Path, decode: float = DECODE, max_batch: int = ROWS) -> Pa
     return folder
 
 
-def test_what_was_written_is_measured_and_predicted(tmp_path: Path) -> None:
+def test_measure_recovers_the_phase_times_of_a_run_and_predicts_its_step_time(tmp_path: Path) -> None:
     run = measure(write_run(tmp_path / "run"))
     assert run.costs.decode.seconds == pytest.approx((DECODE,)) and run.costs.decode.rows == (ROWS,)
     assert run.costs.update_token == pytest.approx(UPDATE / (ROWS * (LENGTH + PROMPT)))
@@ -61,13 +62,13 @@ def test_what_was_written_is_measured_and_predicted(tmp_path: Path) -> None:
     assert run.predicted().step_seconds == pytest.approx(run.step_seconds, rel=0.001)
 
 
-def test_batches_of_two_sizes_give_a_decode_time_between_them(tmp_path: Path) -> None:
+def test_runs_with_two_batch_sizes_give_interpolated_decode_times(tmp_path: Path) -> None:
     small, large = write_run(tmp_path / "small", 0.02, 8), write_run(tmp_path / "large", 0.05, 32)
     costs = combined([measure(large), measure(small)])
     assert costs.decode.rows == (8, 32) and costs.decode(20) == pytest.approx(0.035)
 
 
-def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
+def test_measuring_a_run_that_is_too_short_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:5]))
@@ -120,14 +121,14 @@ def test_plan_simulates_and_recommends(
         (["--also", "no/such/run"], "no/such/run is not a run directory"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_invalid_simulation_flags_are_refused(
     quickstart: list[str], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *quickstart, "--simulate", *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_without_measurements_says_so(
+def test_simulating_a_run_without_spans_is_refused(
     quickstart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.json").write_text("{}")
@@ -135,14 +136,14 @@ def test_a_run_without_measurements_says_so(
     assert "has no spans.jsonl: nothing was measured there" in " ".join(capsys.readouterr().err.split())
 
 
-def test_flags_of_the_simulation_are_not_taken_in_silence(
+def test_simulation_flags_without_simulate_are_refused(
     quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *quickstart, "--devices", "8", "--also", "runs/x"]) == 2
     assert "--devices, --also: only --simulate looks at it" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_word_behind_the_flag_is_a_word_and_no_run(
+def test_an_override_after_simulate_is_not_taken_for_a_run_directory(
     quickstart: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--decode", "1:0.01", "--update-token", "0.001", "--simulate", "trainer.batch_size=16"]

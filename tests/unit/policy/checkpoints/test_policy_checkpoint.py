@@ -1,4 +1,4 @@
-"""A checkpoint continues the run to the bit, and a damaged one is seen."""
+"""A checkpoint resumes the run bit for bit, and a damaged one is detected."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def small_state(value: float = 1.0, elements: int = 4) -> PolicyState:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kill_after", [1, 4])
-def test_resumed_run_equals_the_straight_one_bit_for_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, kill_after: int, dtype: torch.dtype
 ) -> None:
-    straight = trained(Policy(qwen3(dtype=dtype), settings(schedule=COSINE)), 0, 6)
+    uninterrupted = trained(Policy(qwen3(dtype=dtype), settings(schedule=COSINE)), 0, 6)
     drawn = torch.rand(3)
 
     first = trained(Policy(qwen3(dtype=dtype), settings(schedule=COSINE)), 0, kill_after)
@@ -62,7 +62,7 @@ def test_resumed_run_equals_the_straight_one_bit_for_bit(
     resumed.load_state(checkpoint.policy)
     trained(resumed, kill_after, 6)
 
-    one, other = straight.state(), resumed.state()
+    one, other = uninterrupted.state(), resumed.state()
     assert one.model.keys() == other.model.keys() and one.optimizer.keys() == other.optimizer.keys()
     for name, tensor in {**one.model, **one.optimizer}.items():
         assert torch.equal(tensor, {**other.model, **other.optimizer}[name]), name
@@ -78,7 +78,7 @@ def test_state_before_the_first_step_can_be_saved_and_loaded(tmp_path: Path) -> 
     assert torch.equal(policy.model.get_input_embeddings().weight, qwen3().get_input_embeddings().weight)
 
 
-def test_loading_writes_into_the_same_memory(tmp_path: Path) -> None:
+def test_loading_a_state_writes_into_the_existing_tensors(tmp_path: Path) -> None:
     policy = Policy(qwen3(), settings())
     shared = policy.model.get_input_embeddings().weight
     state = Policy(qwen3(seed=1), settings()).state()
@@ -87,7 +87,7 @@ def test_loading_writes_into_the_same_memory(tmp_path: Path) -> None:
     assert torch.equal(shared, state.model["model.embed_tokens.weight"])
 
 
-def test_newest_are_kept_and_marked_ones_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_a_marked_one_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (10, 20):
         store.save(step, small_state(step))
@@ -96,7 +96,7 @@ def test_newest_are_kept_and_marked_ones_stay(tmp_path: Path) -> None:
         store.save(step, small_state(step))
     assert store.steps() == [10, 30, 40]
     assert (store.latest(), store.marked("best")) == (40, 10)
-    assert store.resumable() == [30, 40], "the journal may let go of what only the marked one would need"
+    assert store.resumable() == [30, 40], "the marked checkpoint holds back the journal"
     assert (tmp_path / "latest").read_text() == "step-000040\n"
     assert store.load(10).policy.model["weight"][0] == 10
     with pytest.raises(CheckpointError, match="at least 2"):
@@ -109,7 +109,7 @@ def test_newest_are_kept_and_marked_ones_stay(tmp_path: Path) -> None:
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_torn_checkpoint_falls_back_to_the_one_before(
+def test_load_falls_back_to_the_previous_checkpoint_when_the_newest_is_damaged(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -142,11 +142,11 @@ def damage(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_does_not_push_out_the_whole_one_before_it(
+def test_a_damaged_checkpoint_does_not_replace_the_intact_one_before_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run stops at step 3 between two checkpoints that are due, and that one is damaged. The next launch goes on from step 2 and
-    saves step 4. The damaged one used to be kept instead of step 2."""
+    """A run stops at step 3, between two regular checkpoints, and the checkpoint of step 3 is damaged. The next launch
+    resumes from step 2 and saves step 4. Once the damaged one was kept instead of that of step 2."""
     run = RunDir(tmp_path)
     store = CheckpointStore(run.checkpoints, keep=2)
     store.save(2, small_state(2), {})
@@ -160,8 +160,8 @@ def test_a_damaged_checkpoint_does_not_push_out_the_whole_one_before_it(
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-000002"]
 
 
-def test_a_run_does_not_go_back_to_a_best_checkpoint_whose_later_rows_are_deleted(tmp_path: Path) -> None:
-    """The journal cannot return to it. Its metrics and the later checkpoints used to be cut before that was found."""
+def test_a_resume_refuses_the_best_checkpoint_when_the_rows_after_it_are_deleted(tmp_path: Path) -> None:
+    """The journal cannot return to it. Once this was found only after its metrics and the later checkpoints were cut."""
     run = RunDir(tmp_path)
     store = CheckpointStore(run.checkpoints, keep=2)
     store.save(1, small_state(1), {})
@@ -176,8 +176,10 @@ def test_a_run_does_not_go_back_to_a_best_checkpoint_whose_later_rows_are_delete
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_best_checkpoint_that_became_the_only_one_is_too_old_as_well(tmp_path: Path, deleted: bool) -> None:
-    """After a return to step 5 the best one is among the newest two again. The journal has let go of what it needs."""
+def test_a_resume_refuses_the_best_checkpoint_even_if_it_is_the_newest_intact_one(
+    tmp_path: Path, deleted: bool
+) -> None:
+    """After a return to step 5 the best one is among the newest two again, but the journal has deleted the rows it needs."""
     run = RunDir(tmp_path)
     store = CheckpointStore(run.checkpoints, keep=2)
     store.save(1, small_state(1), {})
@@ -198,7 +200,7 @@ def test_a_best_checkpoint_that_became_the_only_one_is_too_old_as_well(tmp_path:
     assert store.steps() == ([1] if deleted else [1, 5])
 
 
-def test_nothing_whole_left_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_loading_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         store.load()
@@ -207,8 +209,8 @@ def test_nothing_whole_left_is_an_error_that_says_so(tmp_path: Path) -> None:
         store.load()
 
 
-def test_latest_rules_over_newer_folders(tmp_path: Path) -> None:
-    """After a deliberate return to step 1, the folders of the abandoned branch must not win, and are pruned first."""
+def test_the_latest_file_takes_precedence_over_folders_of_later_steps(tmp_path: Path) -> None:
+    """After a deliberate return to step 1, the folders of the abandoned branch must not be loaded, and are pruned first."""
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, small_state(1))
     store.save(5, small_state(5))
@@ -217,7 +219,7 @@ def test_latest_rules_over_newer_folders(tmp_path: Path) -> None:
     assert store.steps() == [1, 2]
 
 
-def test_a_lost_latest_mark_is_no_loss(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_loaded_when_the_latest_file_is_invalid_or_missing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, small_state(1))
     store.save(2, small_state(2))
@@ -235,7 +237,9 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
 
 
-def test_leftovers_of_a_crash_are_cleared_and_displaced_folders_come_back(tmp_path: Path) -> None:
+def test_recover_removes_temporary_files_of_a_crash_and_restores_a_replaced_checkpoint(
+    tmp_path: Path,
+) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, small_state(1))
     store.save(2, small_state(2))
@@ -248,7 +252,7 @@ def test_leftovers_of_a_crash_are_cleared_and_displaced_folders_come_back(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
 
 
-def test_reading_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
+def test_loading_does_not_remove_the_temporary_folder_of_a_save_in_progress(tmp_path: Path) -> None:
     """Evaluating or exporting a live run must not clear the folder its trainer is writing."""
     CheckpointStore(tmp_path).save(1, small_state(1))
     (tmp_path / ".tmp-step-000002-77").mkdir()
@@ -299,8 +303,8 @@ for room in (100_000, 600_000):  # the first file fails, then the second
 """
 
 
-def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """The kernel refuses bytes past a limit, as a full disk would."""
+def test_a_save_that_fails_half_way_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    """A limit on the file size makes the write fail, as a full disk would."""
     child = subprocess.run(
         [sys.executable, "-c", DISK_FULL, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
@@ -311,8 +315,10 @@ def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Pa
     assert store.load().step == 1
 
 
-def test_every_byte_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show a missing fsync, a power cut can: so the order of the calls themselves is held."""
+def test_files_are_synced_to_disk_before_the_checkpoint_is_renamed_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killing a process does not reveal a missing fsync, but a power cut does. So the order of the calls is checked."""
     calls: list[tuple[str, str]] = []
 
     def record(kind: str, real: Callable[..., None]) -> None:
@@ -334,7 +340,7 @@ def test_every_byte_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: p
     assert calls[marked - 1][0] == "fsync" and calls[marked + 1 :] == [("fsync", "checkpoints")]
 
 
-def test_no_pickle_anywhere_in_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_has_only_json_and_safetensors_files(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path).save(1, trained(Policy(qwen3(), settings()), 0, 1).state())
     assert sorted(file.name for file in path.iterdir()) == [
         "manifest.json",

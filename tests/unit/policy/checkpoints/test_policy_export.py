@@ -43,7 +43,7 @@ def save_base(folder: Path) -> Path:
     return folder
 
 
-def test_load_gives_a_model_without_dropout(base: Path) -> None:
+def test_load_student_gives_a_model_without_dropout(base: Path) -> None:
     student = load_student(str(base), "float32", "cpu")
     assert student.context_length == 64 == context_length(student.model)
     assert student.tokenizer.eos_token_id == 2
@@ -62,7 +62,7 @@ def test_load_gives_a_model_without_dropout(base: Path) -> None:
         ("{tmp}/nowhere", "does not exist"),
     ],
 )
-def test_a_missing_folder_is_said_at_once(tmp_path: Path, source: str, message: str) -> None:
+def test_loading_a_missing_or_incomplete_folder_is_refused(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         load_student(source.format(tmp=tmp_path))
 
@@ -74,12 +74,12 @@ def test_pickled_weights_are_refused(base: Path) -> None:
         load_student(str(base))
 
 
-def test_remote_code_needs_a_pin() -> None:
+def test_remote_code_without_a_pinned_revision_is_refused() -> None:
     with pytest.raises(PolicyError, match="pin it with `revision`"):
         load_student("someone/model", trust_remote_code=True)
 
 
-def test_capped_attention_is_never_left_to_a_kernel_without_a_cap(base: Path, tmp_path: Path) -> None:
+def test_a_model_with_capped_attention_is_loaded_with_eager_attention(base: Path, tmp_path: Path) -> None:
     gemma2().save_pretrained(tmp_path / "capped")
     for file in base.glob("tokenizer*"):
         (tmp_path / "capped" / file.name).write_bytes(file.read_bytes())
@@ -87,14 +87,16 @@ def test_capped_attention_is_never_left_to_a_kernel_without_a_cap(base: Path, tm
     assert load_student(str(base)).model.config._attn_implementation == "sdpa"
 
 
-def test_dtype_is_checked() -> None:
+def test_an_unknown_dtype_is_refused() -> None:
     assert resolve_dtype("bfloat16") is torch.bfloat16
     with pytest.raises(PolicyError, match="expected one of float32"):
         resolve_dtype("fp8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_folder_is_the_trained_student(base: Path, tmp_path: Path, dtype: str) -> None:
+def test_the_exported_folder_holds_the_trained_student_its_tokenizer_and_a_model_card(
+    base: Path, tmp_path: Path, dtype: str
+) -> None:
     policy = Policy(load_student(str(base), dtype).model, settings())
     batch = varied_batch()
     policy.update(batch, cross_entropy, token_mean(batch))
@@ -129,10 +131,10 @@ def test_exported_folder_is_the_trained_student(base: Path, tmp_path: Path, dtyp
 
 
 @pytest.mark.parametrize("out", [".", "link", "empty/"])
-def test_an_empty_folder_that_is_there_is_filled(
+def test_export_fills_an_existing_empty_folder_in_place(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
-    """It keeps its place: it may be the shell's own, a link, or a volume mounted there."""
+    """The folder is not replaced: it may be the shell's working directory, a link or a mounted volume."""
     saved = CheckpointStore(tmp_path / "checkpoints").save(
         0, Policy(load_student(str(base)).model, settings()).state()
     )
@@ -164,7 +166,7 @@ def test_the_running_average_can_be_exported(base: Path, tmp_path: Path) -> None
         export(plain, base, tmp_path / "none", {}, averaged=True)
 
 
-def test_export_never_overwrites(base: Path, tmp_path: Path) -> None:
+def test_export_refuses_a_folder_that_is_not_empty(base: Path, tmp_path: Path) -> None:
     saved = CheckpointStore(tmp_path / "checkpoints").save(
         0, Policy(load_student(str(base)).model, settings()).state()
     )
@@ -191,7 +193,7 @@ def front_matter(card: str) -> dict[str, Any]:
     return yaml.safe_load(card.split("---")[1])
 
 
-def test_a_card_names_its_base_model_and_its_data() -> None:
+def test_the_model_card_names_the_base_model_and_the_data() -> None:
     data = {
         "prompts": ["org/prompts:train", "org/prompts:extra", "/home/me/own.jsonl"],
         "fingerprint": "ab12",
@@ -213,15 +215,15 @@ def test_a_card_names_its_base_model_and_its_data() -> None:
     assert front_matter(model_card(card, "mine", "peft"))["base_model_relation"] == "adapter"
 
 
-def test_a_card_of_a_local_base_model_waits_for_its_hub_id() -> None:
-    """The hub refuses a base_model that is no id of its own."""
+def test_the_model_card_of_a_local_base_model_has_a_placeholder_for_its_hub_id() -> None:
+    """The hub refuses a base_model that is not a hub id."""
     text = model_card({"student": "/home/me/models/student", "data": {"prompts": ["/d/rows.jsonl"]}}, "x")
     named = front_matter(text)
     assert "base_model" not in named and "datasets" not in named
     assert '# base_model: write the hub id of "student" here' in text and "/home/me" not in text
 
 
-def test_a_card_escapes_markup() -> None:
+def test_the_model_card_escapes_markup() -> None:
     assert "<script" not in model_card({"student": "<script>alert(1)</script>"}, "x")
 
 

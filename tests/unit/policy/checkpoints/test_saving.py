@@ -1,4 +1,4 @@
-"""A run ends only after its last checkpoint is written, so no writer thread reaches into the next attempt."""
+"""A run ends only after its last checkpoint is written, so that no writer thread interferes with the next attempt."""
 
 import asyncio
 import time
@@ -35,13 +35,15 @@ class Plane:
         return
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_end_of_a_run_waits_for_what_is_being_written(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_that_fails_during_a_save_ends_only_after_the_checkpoint_is_written(
+    tmp_path: Path, async_save: bool
+) -> None:
     store = SlowStore(tmp_path / "checkpoints")
     saver, state = BackgroundSaver(store), PolicyState({"weight": torch.ones(3)}, {}, {"step": 3})
 
-    async def lost_meanwhile(system: Any) -> None:
-        """As when a rank is lost while the step is saved."""
+    async def fail_during_a_save(system: Any) -> None:
+        """Raises while the step is saved, as the loss of a rank does."""
         saving = asyncio.create_task(save_checkpoint(system, 3))
         while not store.writing:
             await asyncio.sleep(0.01)
@@ -52,7 +54,7 @@ def test_the_end_of_a_run_waits_for_what_is_being_written(tmp_path: Path, beside
     async def run() -> None:
         try:
             async with asyncio.TaskGroup() as background:
-                trainer = SimpleNamespace(async_save=beside, keep_best=False)
+                trainer = SimpleNamespace(async_save=async_save, keep_best=False)
                 system = SimpleNamespace(
                     producer=SimpleNamespace(
                         cursor=SimpleNamespace(state=lambda: 7), teachers=SimpleNamespace(manifests=dict)
@@ -72,12 +74,12 @@ def test_the_end_of_a_run_waits_for_what_is_being_written(tmp_path: Path, beside
                         callbacks=None,
                     ),
                 )
-                await lost_meanwhile(system)
+                await fail_during_a_save(system)
         finally:
             await asyncio.to_thread(saver.close)
-            there.extend(store.steps())
+            saved_steps.extend(store.steps())
 
-    there: list[int] = []
+    saved_steps: list[int] = []
     with pytest.raises(ExceptionGroup):
         asyncio.run(run())
-    assert there == [3] and CheckpointStore(store.root).load().extra["cursor"] == 7
+    assert saved_steps == [3] and CheckpointStore(store.root).load().extra["cursor"] == 7

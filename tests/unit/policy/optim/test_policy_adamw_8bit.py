@@ -1,4 +1,4 @@
-"""Moments of one byte: nearly AdamW's steps, a quarter of its memory, and a state that continues to the bit."""
+"""AdamW with 8-bit moments: steps close to AdamW's, a quarter of its memory, and a state that resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from understudy.policy.policy import Policy
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_book_has_256_values_dense_near_one_and_down_to_small_ones(signed: bool) -> None:
+def test_the_quantization_table_has_256_values_that_are_dense_near_1_and_reach_below_1e_6(
+    signed: bool,
+) -> None:
     book = _book(signed, torch.device("cpu"))
     assert len(book) == len(book.unique()) == 256 and bool((book.diff() > 0).all())
     assert float(book.max()) == 1.0 and 0.0 in book.tolist()
@@ -26,11 +28,11 @@ def test_the_book_has_256_values_dense_near_one_and_down_to_small_ones(signed: b
     assert float(positive.min()) < 1e-6
     gaps = positive[1:] / positive[:-1]
     top = positive[1:] > 0.5
-    assert float(gaps[top].max()) < 1.03, "the largest entries of a block keep two digits"
+    assert float(gaps[top].max()) < 1.03, "the largest entries of a block are rounded too much"
 
 
-def test_steps_follow_adamw() -> None:
-    """A noisy quadratic in 1,000 dimensions whose gradients span four decades: both optimizers arrive together."""
+def test_8_bit_adamw_converges_like_adamw() -> None:
+    """A noisy quadratic in 1,000 dimensions whose gradients span four decades: both optimizers end close together."""
     generator = torch.Generator().manual_seed(0)
     slopes = torch.logspace(-2, 2, 1000)
     target = torch.randn(1000, generator=generator)
@@ -53,7 +55,7 @@ def test_steps_follow_adamw() -> None:
     assert float((ends["exact"] - ends["packed"]).norm()) < 0.05 * started
 
 
-def test_a_small_gradient_beside_a_large_one_makes_no_leap() -> None:
+def test_a_small_gradient_in_a_block_with_a_large_one_moves_by_at_most_the_learning_rate() -> None:
     """The denominator of the small one must not be rounded away: its step stays within lr."""
     weight = torch.zeros(BLOCK, requires_grad=True)
     optimizer = AdamW8bit([weight], lr=1e-3)
@@ -70,7 +72,7 @@ def measured_bytes(policy: Policy) -> int:
     return sum(t.numel() * t.element_size() for state in states for t in state.values())
 
 
-def test_moments_take_a_quarter_of_the_memory() -> None:
+def test_8_bit_moments_take_a_quarter_of_the_memory() -> None:
     batch = varied_batch()
     sizes = {}
     for kind in ("adamw", "adamw_8bit"):
@@ -85,7 +87,7 @@ def test_moments_take_a_quarter_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_saved_state_continues_to_the_bit(offload: bool) -> None:
+def test_training_from_a_saved_8_bit_state_continues_bit_for_bit(offload: bool) -> None:
     wanted = settings(adamw=AdamWSettings(kind="adamw_8bit", offload=offload))
     batches = [varied_batch(seed=seed) for seed in range(4)]
     straight = Policy(qwen3(dtype=torch.bfloat16), wanted)
@@ -103,7 +105,7 @@ def test_a_saved_state_continues_to_the_bit(offload: bool) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_another_optimizers_state_is_refused() -> None:
+def test_8_bit_adamw_refuses_a_state_of_adamw() -> None:
     batch = varied_batch()
     plain = Policy(qwen3(), settings())
     plain.update(batch, cross_entropy, token_mean(batch))
@@ -114,7 +116,7 @@ def test_another_optimizers_state_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 def test_a_state_that_lacks_some_moments_of_a_weight_is_refused(kind: Literal["adamw", "adamw_8bit"]) -> None:
-    """A weight without any has had no gradient yet; one without some has lost them."""
+    """A weight without any moments has had no gradient yet; a weight with only some of them has lost data."""
     batch, wanted = varied_batch(), settings(adamw=AdamWSettings(kind=kind))
     policy = Policy(qwen3(), wanted)
     policy.update(batch, cross_entropy, token_mean(batch))

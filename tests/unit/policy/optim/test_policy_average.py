@@ -21,7 +21,7 @@ def step(policy: Policy, seed: int) -> None:
     policy.update(batch, cross_entropy, token_mean(batch))
 
 
-def test_average_follows_the_formula() -> None:
+def test_the_weight_average_is_an_exponential_moving_average() -> None:
     policy = Policy(qwen3(), settings(ema_decay=0.9))
     expected = {name: tensor.clone() for name, tensor in policy.named_weights()}
     for seed in range(3):
@@ -33,7 +33,7 @@ def test_average_follows_the_formula() -> None:
         assert not torch.equal(tensor, dict(policy.named_weights())[name])
 
 
-def test_average_survives_a_restart(tmp_path: Path) -> None:
+def test_the_weight_average_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     straight, first = (Policy(qwen3(), settings(ema_decay=0.5)) for _ in range(2))
     for seed in range(3):
         step(straight, seed)
@@ -47,7 +47,7 @@ def test_average_survives_a_restart(tmp_path: Path) -> None:
         assert torch.equal(one, other), name
 
 
-def test_average_of_a_low_precision_student_is_kept_in_float32() -> None:
+def test_the_weight_average_of_a_low_precision_student_is_kept_in_float32() -> None:
     policy = Policy(qwen3(dtype=torch.bfloat16), settings(ema_decay=0.99))
     step(policy, 0)
     assert policy.average is not None
@@ -55,7 +55,7 @@ def test_average_of_a_low_precision_student_is_kept_in_float32() -> None:
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.averaged_weights())
 
 
-def test_average_must_be_asked_for() -> None:
+def test_the_weight_average_requires_ema_decay() -> None:
     plain = Policy(qwen3(), settings())
     with pytest.raises(PolicyError, match="set ema_decay"):
         plain.averaged_weights()
@@ -66,7 +66,7 @@ def test_average_must_be_asked_for() -> None:
 
 
 class HeldStore(CheckpointStore):
-    """Begins to write when `released` is set."""
+    """Waits with each save until `released` is set."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -77,7 +77,7 @@ class HeldStore(CheckpointStore):
         return super().save(*args, **kwargs)
 
 
-def test_a_background_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_a_background_save_writes_the_state_as_it_was_when_save_was_called(tmp_path: Path) -> None:
     policy = Policy(qwen3(), settings())
     step(policy, 0)
     store = HeldStore(tmp_path)
@@ -96,7 +96,7 @@ def test_a_background_save_holds_the_state_of_its_moment(tmp_path: Path) -> None
     assert CheckpointStore(tmp_path).load().step == 2
 
 
-def test_an_error_in_the_background_comes_out(tmp_path: Path) -> None:
+def test_an_error_of_a_background_save_is_raised_by_the_next_save(tmp_path: Path) -> None:
     policy = Policy(qwen3(), settings())
     saver = BackgroundSaver(CheckpointStore(tmp_path / "folder"))
     (tmp_path / "folder").write_text("not a folder")

@@ -8,7 +8,7 @@ from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.optim.schedule import Schedule, ScheduleKind
 
 
-def test_schedule_values() -> None:
+def test_learning_rate_schedules_have_the_expected_values() -> None:
     constant = Schedule(ScheduleKind.CONSTANT, peak=2.0, total_steps=10, warmup_steps=4)
     assert [constant.at(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     linear = Schedule(ScheduleKind.LINEAR, peak=1.0, total_steps=5)
@@ -19,7 +19,7 @@ def test_schedule_values() -> None:
     assert cosine.at(100) == pytest.approx(0.1)
 
 
-def test_the_last_step_still_learns() -> None:
+def test_the_last_step_has_a_positive_learning_rate() -> None:
     for kind in ScheduleKind:
         assert Schedule(kind, peak=1.0, total_steps=3, warmup_steps=1).at(2) > 0
 
@@ -37,7 +37,7 @@ def test_plan_respects_the_budget_and_takes_every_row_once() -> None:
                 assert cost <= budget or len(group) == 1
 
 
-def test_plan_depends_on_keys_not_on_order() -> None:
+def test_plan_does_not_depend_on_the_order_of_rows() -> None:
     lengths, keys = [3, 3, 3, 5, 2, 3], ["c", "a", "b", "x", "y", "d"]
     turned = [5, 3, 0, 2, 4, 1]
     one = plan_microbatches(lengths, keys, 7)
@@ -47,15 +47,15 @@ def test_plan_depends_on_keys_not_on_order() -> None:
     ]
 
 
-def test_plan_refuses_nonsense() -> None:
+def test_plan_refuses_a_budget_of_zero_and_lengths_without_keys() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         plan_microbatches([1], ["a"], 0)
     with pytest.raises(ValueError, match="1 lengths for 2 keys"):
         plan_microbatches([1], ["a", "b"], 5)
 
 
-def test_the_last_micro_batch_is_as_full_as_the_others() -> None:
-    """256 rows of 640 tokens: 51 fit, and five times 51 leave one row."""
+def test_plan_spreads_rows_evenly_over_the_micro_batches() -> None:
+    """51 rows of 640 tokens fit into a micro-batch. Five full ones would leave a single row of the 256 for the last."""
     keys = [f"k{index:03d}" for index in range(256)]
     for layout in Layout:
         plan = plan_microbatches([640] * 256, keys, 32_768, layout)

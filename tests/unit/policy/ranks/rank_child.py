@@ -1,4 +1,4 @@
-"""One rank of a sharded run, as a process of its own."""
+"""The jobs of one rank of a sharded run, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -68,9 +68,11 @@ def train(
     state = policy.state()
     weights = dict(policy.named_weights())
     first = ranks is None or ranks.rank == 0
-    assert bool(state.model) == bool(state.optimizer) == first, "the others only take part in the gather"
+    assert bool(state.model) == bool(state.optimizer) == first, (
+        "ranks other than 0 only take part in the gather"
+    )
     assert lora or not first or all(torch.equal(weights[name], state.model[name]) for name in weights)
-    if lora:  # what an engine makes of the adapters alone
+    if lora:  # the weights that an engine computes from the adapters
         engines = AdaptedModel(qwen3(dtype=getattr(torch, dtype)))
         made = {name: tensor.detach() for name, tensor in engines.weights(policy.named_adapters())}
         assert made.keys() == weights.keys()
@@ -99,7 +101,7 @@ def break_a_step(ranks: Any, folder: str, where: str) -> Any:
 
 
 def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
-    """Only rank 0 is talked to; the others follow. Returns the leader's losses, and every rank's last weights."""
+    """The caller uses rank 0 only; the others follow. Returns the leader's losses, and the last step of the others."""
     policy = Policy(qwen3(), settings(ema_decay=0.5), ranks=ranks)
     if ranks.rank != 0:
         follow(policy, cross_entropy, ranks)
@@ -127,7 +129,7 @@ def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
 
 
 def gather_weights(ranks: Any, folder: str) -> Any:
-    """The collectives that gather all weights, after they were found to be those of `full_tensor`."""
+    """Counts the collectives that gather all weights, and checks the weights against `full_tensor`."""
     policy = Policy(qwen3(), settings(), ranks=ranks)
     sharded = [one for one in policy.model.parameters() if isinstance(one, DTensor)]
     expected = [one.detach().full_tensor() for one in sharded]
@@ -155,7 +157,7 @@ def watch_rows(ranks: Any, folder: str, keys: list[str]) -> Any:
 
 
 class RowsInMemory:
-    """Rows of many batches by key; counts what was asked for, and refuses from a number of fetches on."""
+    """Rows by key. It records the fetches and fails after a number of them."""
 
     def __init__(self, batch: Batch, fails_at: int = 1000) -> None:
         self.batch, self.fails_at = batch, fails_at
@@ -174,7 +176,7 @@ class RowsInMemory:
 
 
 def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
-    """Batches told by name: losses, what this rank fetched, and what the leader sent; rank `fails_on` loses its queue."""
+    """Trains on remote batches: losses, what this rank fetched, and what the leader sent. Rank `fails_on` loses its queue."""
     policy = Policy(qwen3(), settings(), ranks=ranks)
     batch = varied_batch()
     source = RowsInMemory(batch, fails_at=3 if ranks.rank == fails_on else 1000)
@@ -203,7 +205,7 @@ def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
 
 
 class NotesInAFolder:
-    """A lookout that reads what followers wrote into a folder."""
+    """A rank monitor that reads the refusals of other ranks from a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -220,7 +222,7 @@ class NotesInAFolder:
 
 
 def fail_alone(ranks: Any, folder: str, who: int) -> Any:
-    """One rank refuses a batch that the other one computes: what the leader says, how long it took, and what it says next."""
+    """One rank refuses a batch that the other one computes: the leader's errors for two updates, and the time they took."""
 
     def picky(*arguments: Any) -> Any:
         raise LossInputError(f"rank {ranks.rank} cannot use this")
@@ -233,7 +235,7 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
             (Path(folder) / "part").write_text(reason)
             (Path(folder) / "part").rename(Path(folder) / f"refused-{number}")
 
-        with suppress(RuntimeError):  # the leader leaves without a word
+        with suppress(RuntimeError):  # the leader exits without a message
             follow(policy, objective, ranks, refuse)
         return None
     leader = LeadingPolicy(policy, ranks, monitor=NotesInAFolder(folder))
@@ -248,12 +250,12 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
 
 
 def gone_at_the_end(ranks: Any, folder: str) -> Any:
-    """How long the leader takes to dismiss a rank that is gone already."""
+    """The seconds that the leader takes to close when the other rank has already exited."""
     note, policy = Path(folder) / "pid", Policy(qwen3(), settings(), ranks=ranks)
     if ranks.rank != 0:
         part = note.with_suffix(".part")
         part.write_text(str(os.getpid()))
-        part.rename(note)  # whole as soon as it is there: the leader reads it at once
+        part.rename(note)  # complete as soon as it exists: the leader reads it at once
         return None
     while not note.exists():
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Two or four ranks train exactly what one would."""
+"""Training on two or four ranks gives the result of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORKS.set_forkserver_preload(
 
 
 def on_ranks(size: int, folder: Path, job: str, **options: Any) -> list[Any]:
-    """Runs a job on `size` processes; their answers by rank."""
+    """Runs a job on `size` processes and returns their answers, ordered by rank."""
     (folder / "rendezvous").unlink(missing_ok=True)
     pipes, children = [], []
     for rank in range(size):
@@ -73,14 +73,14 @@ def test_ranks_give_the_losses_of_one_process(tmp_path: Path, size: int) -> None
 
 
 def test_weights_are_gathered_one_operation_at_a_time(tmp_path: Path) -> None:
-    """Over NCCL an operation in a group ends the trainer with SIGABRT if another rank is lost (`whole`). With three ranks most
-    weights have shards of unequal length."""
+    """Over NCCL a grouped operation ends the trainer with SIGABRT if another rank is lost (see `whole`). With three ranks
+    most weights have shards of unequal length."""
     for weights, collectives in on_ranks(3, tmp_path, "gather_weights"):
         assert collectives == {"c10d._allgather_base_": weights} and weights > 10
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_watched_rows_of_every_rank_reach_rank_0(tmp_path: Path, size: int) -> None:
+def test_token_watch_columns_of_every_rank_reach_rank_0(tmp_path: Path, size: int) -> None:
     keys = list(varied_batch().keys[::2])
     expected = watch_rows(None, str(tmp_path), keys)
     found = on_ranks(size, tmp_path, "watch_rows", keys=keys)[0]
@@ -91,21 +91,21 @@ def test_watched_rows_of_every_rank_reach_rank_0(tmp_path: Path, size: int) -> N
             assert found[key][name] == pytest.approx(column, abs=1e-4), (key, name)
 
 
-def test_a_batch_smaller_than_the_ranks_works(tmp_path: Path) -> None:
+def test_a_batch_with_fewer_rows_than_ranks_gives_the_losses_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     expected = train(None, str(tmp_path / "alone"), steps=2, rows=1)
     for lines in on_ranks(2, tmp_path, "train", steps=2, rows=1):
         assert_same(lines, expected, 1e-5)
 
 
-def test_a_run_moves_between_rank_counts(tmp_path: Path) -> None:
-    """Two ranks save, one process goes on; and the other way round."""
+def test_a_run_can_be_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks save and one process resumes, then one process saves and two ranks resume."""
     (tmp_path / "alone").mkdir()
-    straight = train(None, str(tmp_path / "alone"), steps=4)
+    uninterrupted = train(None, str(tmp_path / "alone"), steps=4)
     on_ranks(2, tmp_path, "train", steps=2)
     rest = train(None, str(tmp_path), steps=1, resume=True)
     last = on_ranks(2, tmp_path, "train", steps=1, resume=True)
-    assert_same([*rest, *last[0]], straight[2:], 1e-4)
+    assert_same([*rest, *last[0]], uninterrupted[2:], 1e-4)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
@@ -133,24 +133,24 @@ BOTH = {**OFFLOAD, **PACKED}
         pytest.param(2, PACKED, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_an_optimizer_on_the_host_or_in_bytes_steps_as_on_one_rank(
+def test_an_offloaded_or_8_bit_optimizer_on_several_ranks_gives_the_steps_of_one_process(
     tmp_path: Path, size: int, adamw: dict[str, Any], dtype: str
 ) -> None:
-    """The same losses up to the order of sums, clipped gradients included; a run that was stopped continues to the bit, and moves
-    between rank counts. Blocks of packed moments are those of the whole tensor, so their scales agree as closely as moments do."""
-    folders = [tmp_path / name for name in ("alone", "straight", "stopped")]
+    """Losses agree up to the order of sums, also with clipped gradients. A stopped run resumes bit for bit, and with another
+    number of ranks. Blocks of 8-bit moments are those of the whole tensor, so their scales agree as closely as moments do."""
+    folders = [tmp_path / name for name in ("alone", "uninterrupted", "stopped")]
     for folder in folders:
         folder.mkdir()
-    alone, straight, stopped = folders
+    alone, uninterrupted, stopped = folders
     options = {"dtype": dtype, "adamw": adamw}
     expected = train(None, str(alone), steps=3, **options)
-    for lines in on_ranks(size, straight, "train", steps=3, **options):
+    for lines in on_ranks(size, uninterrupted, "train", steps=3, **options):
         if dtype == "float32":
             assert_same(lines, expected, 1e-4)
         else:
             assert [line[0] for line in lines] == pytest.approx([line[0] for line in expected], rel=2e-2)
     on_ranks(size, stopped, "train", steps=2, **options)
-    one, many = saved(alone), saved(straight)
+    one, many = saved(alone), saved(uninterrupted)
     assert one.keys() == many.keys() and all(one[name].shape == many[name].shape for name in one)
     far = [
         name for name in one if "codes" not in name and not torch.allclose(one[name], many[name], atol=1e-3)
@@ -158,15 +158,17 @@ def test_an_optimizer_on_the_host_or_in_bytes_steps_as_on_one_rank(
     assert dtype != "float32" or not far
     on_ranks(size, stopped, "train", steps=1, resume=True, **options)
     assert_bits(saved(stopped), many)
-    # On with one rank, which reads what several saved.
+    # One rank resumes from the checkpoint of several.
     rest = train(None, str(stopped), steps=1, resume=True, **options)
-    straight_on = train(None, str(alone), steps=1, resume=True, **options)
-    assert rest[0][0] == pytest.approx(straight_on[0][0], rel=2e-2 if dtype == "bfloat16" else 1e-3)
+    uninterrupted_rest = train(None, str(alone), steps=1, resume=True, **options)
+    assert rest[0][0] == pytest.approx(uninterrupted_rest[0][0], rel=2e-2 if dtype == "bfloat16" else 1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adamw", [None, BOTH])
-def test_adapters_train_the_same_on_several_ranks(tmp_path: Path, adamw: dict[str, Any] | None) -> None:
+def test_adapters_on_two_ranks_give_the_losses_of_one_process(
+    tmp_path: Path, adamw: dict[str, Any] | None
+) -> None:
     pytest.importorskip("peft")
     (tmp_path / "alone").mkdir()
     expected = train(None, str(tmp_path / "alone"), steps=3, lora=True, adamw=adamw)
@@ -176,7 +178,7 @@ def test_adapters_train_the_same_on_several_ranks(tmp_path: Path, adamw: dict[st
 
 @pytest.mark.slow
 def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
-    """bfloat16 rounds differently in each grouping, so losses agree to its resolution and masters stay exact in kind."""
+    """bfloat16 rounds differently in each grouping of rows, so losses agree only to its resolution."""
     (tmp_path / "alone").mkdir()
     expected = train(None, str(tmp_path / "alone"), steps=2, dtype="bfloat16")
     for lines in on_ranks(2, tmp_path, "train", steps=2, dtype="bfloat16"):
@@ -189,7 +191,9 @@ def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
-def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None:
+def test_a_non_finite_step_is_refused_on_all_ranks_and_leaves_weights_unchanged(
+    tmp_path: Path, where: str
+) -> None:
     alone = break_a_step(None, str(tmp_path), where)
     answers = on_ranks(2, tmp_path, "break_a_step", where=where)
     for message, caught, untouched in answers:
@@ -198,33 +202,33 @@ def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None
         assert where == "gradient" or caught == alone[1]
 
 
-def test_one_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
-    """The caller talks to one policy; errors of a batch and a return to a checkpoint leave all ranks in step."""
+def test_the_other_ranks_follow_the_commands_of_the_leading_policy(tmp_path: Path) -> None:
+    """The caller uses one policy. After a refused batch and a return to a checkpoint all ranks are at the same step."""
     (tmp_path / "alone").mkdir()
-    straight = [line[0] for line in train(None, str(tmp_path / "alone"), steps=2)]
+    uninterrupted = [line[0] for line in train(None, str(tmp_path / "alone"), steps=2)]
     losses, followed = on_ranks(2, tmp_path, "lead_and_follow", steps=3)
-    assert losses[:2] == pytest.approx(straight, abs=1e-5)
+    assert losses[:2] == pytest.approx(uninterrupted, abs=1e-5)
     assert followed == 3
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int) -> None:
-    """The other ranks sit in a collective that never ends; the leader must not."""
+def test_the_leader_reports_within_seconds_that_a_single_rank_failed(tmp_path: Path, who: int) -> None:
+    """The other rank waits in a collective that never ends; the leader must not wait with it."""
     (messages, seconds), _ = on_ranks(2, tmp_path, "fail_alone", who=who)
     assert messages[0].startswith(f"rank {who} cannot use this") and seconds < 25
     assert ("on rank 1 of 2" in messages[0]) == (who == 1)
     assert messages[1] == messages[0] if who == 1 else "failed alone" in messages[1], (
-        "a broken group is not used again"
+        "the broken process group was used again"
     )
 
 
-def test_a_rank_that_is_gone_when_it_is_sent_home_is_no_loss(tmp_path: Path) -> None:
-    """All steps are taken and saved by then: the trainer does not wait for the rank's exit, and raises nothing."""
+def test_the_leader_closes_without_an_error_when_a_rank_has_already_exited(tmp_path: Path) -> None:
+    """All steps are taken and saved by then, so the leader neither waits for the rank's exit nor raises."""
     seconds, _ = on_ranks(2, tmp_path, "gone_at_the_end")
     assert seconds < 10
 
 
-def test_a_batch_travels_unchanged() -> None:
+def test_a_batch_is_unchanged_after_packing_and_unpacking() -> None:
     batch = varied_batch()
     total = int(batch.loss_mask.values.sum())
     column = token_mean(batch)
@@ -250,7 +254,7 @@ def test_a_batch_travels_unchanged() -> None:
         assert torch.equal(sent.offsets, got.offsets)
 
 
-def test_rows_are_dealt_evenly_and_by_key() -> None:
+def test_deal_rows_balances_tokens_over_ranks_and_does_not_depend_on_the_order_of_rows() -> None:
     lengths = [5, 1, 9, 9, 2, 7, 3]
     keys = list("gfedcba")
     shares = deal_rows(range(7), lengths, keys, 3)
@@ -265,7 +269,7 @@ def test_rows_are_dealt_evenly_and_by_key() -> None:
     assert deal_rows([0], [4], ["a"], 3) == [[0], [], []]
 
 
-def test_every_rank_makes_the_same_number_of_passes() -> None:
+def test_the_plan_gives_every_rank_the_same_number_of_passes() -> None:
     lengths, keys, names = [10, 10, 10, 3, 3], list("abcde"), [""] * 5
     plans = [plan_step(range(5), lengths, keys, names, 10, Layout.PADDED, rank, 2) for rank in range(2)]
     assert plans[0].rounds == plans[1].rounds == max(len(plan.mine) for plan in plans)
@@ -275,7 +279,7 @@ def test_every_rank_makes_the_same_number_of_passes() -> None:
     assert {tuple(group) for plan in passes for group, counts in plan if not counts} <= {(3,)}
 
 
-def test_rows_of_different_groups_never_share_a_pass() -> None:
+def test_the_plan_never_puts_rows_of_different_groups_into_one_pass() -> None:
     plan = plan_step(range(4), [3, 3, 3, 3], list("abcd"), ["x", "y", "x", "y"], 100, Layout.PADDED)
     assert plan.mine == [[0, 2], [1, 3]]
 
@@ -285,8 +289,8 @@ def test_a_rank_outside_the_group_is_refused() -> None:
         join(2, 2, "tcp://127.0.0.1:1")
 
 
-def near(steps: int = 3) -> list[float]:
-    """What `rows_by_name` computes, on one rank that is handed every column."""
+def losses_of_one_rank(steps: int = 3) -> list[float]:
+    """What the job `rows_by_name` computes, on one rank with a local batch."""
     policy, batch, losses = Policy(qwen3(), settings()), varied_batch(), []
     part = batch.select([4, 0, 9])
     for _ in range(steps):
@@ -297,25 +301,27 @@ def near(steps: int = 3) -> list[float]:
     return losses
 
 
-def test_ranks_told_of_rows_by_name_fetch_their_own_and_no_others(tmp_path: Path) -> None:
+def test_ranks_fetch_only_their_own_rows_of_a_remote_batch(tmp_path: Path) -> None:
     (losses, sent, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name")
-    assert losses == pytest.approx(near(), abs=1e-5) and not brought
+    assert losses == pytest.approx(losses_of_one_rank(), abs=1e-5) and not brought
     batch = varied_batch()
     lengths = batch.tokens.lengths.tolist()
     shares = deal_rows(range(len(batch)), lengths, batch.keys, 2)
     shortest = batch.keys[min(range(len(batch)), key=lambda row: (lengths[row], batch.keys[row]))]
     for share, fetched in zip(shares, (mine, theirs), strict=True):
         wanted = {batch.keys[row] for row in share}
-        assert wanted <= set(fetched[0]) <= wanted | {shortest}, "its share, and the row that keeps company"
-        assert len(fetched) == 9, "once for each command"
+        assert wanted <= set(fetched[0]) <= wanted | {shortest}, "its share, and the row of its dummy passes"
+        assert len(fetched) == 9, "a rank fetched more than once for a command"
     columns = sum(tensor.nbytes for tensor in batch_columns(batch)[1].values())
-    assert sent < 1500 < columns, "names and one weight a row, whatever the columns weigh"
+    assert sent < 1500 < columns, "the leader sent more than keys and one weight per row"
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_cannot_fetch_is_handed_its_rows(tmp_path: Path, who: int) -> None:
+def test_the_leader_sends_the_rows_when_a_rank_cannot_fetch_them(tmp_path: Path, who: int) -> None:
     (losses, _, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name", fails_on=who)
-    assert losses == pytest.approx(near(), abs=1e-5), "from the fourth command on by the leader's own copy"
+    assert losses == pytest.approx(losses_of_one_rank(), abs=1e-5), (
+        "losses differ after the leader began to send rows"
+    )
     assert len(brought) == 6 and len((mine, theirs)[who]) == 9
     expected = "the queue is gone" if who == 0 else "1 other rank(s) cannot use their rows"
     assert set(brought) == {expected}

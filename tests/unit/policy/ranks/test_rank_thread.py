@@ -1,4 +1,4 @@
-"""`RankThread`: what ends with it, and what must not."""
+"""`RankThread`: a process can start several of them, one after another."""
 
 import os
 import subprocess
@@ -28,8 +28,8 @@ print("done")
 """
 
 
-def test_a_model_can_be_sharded_after_the_thread_that_sharded_one_has_ended() -> None:
-    """As a restart of the run does. Ended by SIGSEGV with torch 2.11 built for CUDA on a machine without a GPU."""
+def test_a_model_can_be_sharded_on_a_new_rank_thread_after_the_previous_one_has_ended() -> None:
+    """A restart of the run does this. It once crashed with SIGSEGV (torch 2.11 for CUDA on a machine without a GPU)."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-X", "faulthandler", "-c", _TWO_THREADS]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

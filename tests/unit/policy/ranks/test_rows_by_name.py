@@ -1,4 +1,4 @@
-"""What ranks are told of rows they fetch themselves: which write of each column is meant, in few bytes."""
+"""Messages to ranks that fetch rows themselves name the write of each column, in few bytes."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from understudy.types.batch_ref import RemoteBatch
 FIELDS = ("tokens", "loss_mask", "teacher_ids", "reward")
 
 
-def test_marks_reach_ranks_and_columns_written_together_share_theirs() -> None:
+def test_write_marks_of_a_remote_batch_reach_ranks_and_are_sent_once_for_columns_that_share_them() -> None:
     source: Any = object()
     rows = tuple(f"{number:05d}-0000017_3_0" for number in range(64))
     made, scored = (tuple(f"{life}.{number}" for number in range(64)) for life in ("5f0c2a", "77aa01"))

@@ -1,4 +1,4 @@
-"""Speaks OpenEnv's protocol as its package does (0.10), for the game of `small_openenv.py`, without the package."""
+"""A server of OpenEnv's protocol (package 0.10) for the game of `small_openenv.py`, without the package."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A guessing game as users of OpenEnv's package write it. `python small_openenv.py PORT SESSIONS` serves it."""
+"""A guessing game written with OpenEnv's package. `python small_openenv.py PORT SESSIONS` serves it."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two environments as users of the `verifiers` package write them."""
+"""Two environments written with the `verifiers` package."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any

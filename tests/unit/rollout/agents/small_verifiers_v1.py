@@ -1,4 +1,4 @@
-"""Two tasks as users of `verifiers.v1` write them."""
+"""A taskset of two tasks written with `verifiers.v1`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The calculator recipe's conversations are what the real tool loop would have said."""
+"""The calculator recipe's training conversations equal what the real tool loop would produce."""
 
 import random
 import sys
@@ -16,7 +16,7 @@ from problems import Problem, conversation, from_the_head, make_splits
 PROBLEM = Problem("347 times 86 minus 12", "347*86-12", "29830")
 
 
-def test_splits_share_no_question_and_answers_are_right() -> None:
+def test_splits_share_no_question_and_answers_match_the_calculator() -> None:
     splits = make_splits()
     questions = [{one.question for one in part} for part in (splits.test, splits.valid, splits.sft)]
     assert not questions[0] & questions[1] and not (questions[0] | questions[1]) & questions[2]
@@ -24,7 +24,7 @@ def test_splits_share_no_question_and_answers_are_right() -> None:
         assert calculator(problem.expression) == problem.answer
 
 
-def test_a_good_conversation_is_a_call_and_its_answer() -> None:
+def test_a_conversation_consists_of_question_tool_call_tool_result_and_answer() -> None:
     user, call, tool, answer = conversation(PROBLEM)
     assert parse_hermes(call.content) == [ToolCall("calculator", {"expression": "347*86-12"})]
     assert (user.trained, call.trained, tool.trained, answer.trained) == (False, True, False, True)
@@ -32,10 +32,10 @@ def test_a_good_conversation_is_a_call_and_its_answer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_a_spoilt_call_is_told_is_what_the_loop_tells(seed: int) -> None:
-    _, spoilt, reply, *rest = conversation(PROBLEM, random.Random(seed))
-    assert not spoilt.trained and rest == conversation(PROBLEM)[1:]
-    (call,) = parse_hermes(spoilt.content)
+def test_the_error_reply_to_a_corrupted_call_equals_the_tool_loops_error(seed: int) -> None:
+    _, corrupted, reply, *rest = conversation(PROBLEM, random.Random(seed))
+    assert not corrupted.trained and rest == conversation(PROBLEM)[1:]
+    (call,) = parse_hermes(corrupted.content)
     if isinstance(call, BadCall):
         assert reply.content == f"Error: {call.reason}"
     else:
@@ -44,7 +44,7 @@ def test_what_a_spoilt_call_is_told_is_what_the_loop_tells(seed: int) -> None:
         assert reply.content == f"Error: ValueError: {caught.value}"
 
 
-def test_text_survives_the_vocabulary() -> None:
+def test_a_tool_call_survives_encoding_and_decoding_with_the_recipes_vocabulary() -> None:
     tokenizer = build_tokenizer()
     text = call_text(PROBLEM.expression)
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Agents that know messages only: by token where they go on, a trajectory of its own where they do not."""
+"""Agents that exchange only messages: a continued conversation keeps its tokens, a changed one is a new trajectory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ PROMPT = Prompt("00000-0000000", 0, 0, "", messages=(USER,))
 
 
 class Agent:
-    """A loop that is nothing but a function over conversations."""
+    """A loop that calls one function with its conversations."""
 
     def __init__(self, body: Callable[[Conversations], Awaitable[Any]]) -> None:
         self._body = body
@@ -39,7 +39,7 @@ def answered(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stripped", [False, True])
-def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens(
+def test_a_continued_conversation_is_one_trajectory_of_the_engines_own_tokens(
     family: str, stripped: bool
 ) -> None:
     async def body(conversations: Conversations) -> None:
@@ -67,8 +67,8 @@ TOOL = {"type": "function", "function": {"name": "less", "parameters": {}}}
 
 
 @pytest.mark.parametrize("of_row", [False, True])
-def test_a_conversation_goes_on_with_the_template_that_began_it(of_row: bool) -> None:
-    """That for chats with tools, whether the agent or the row gives them."""
+def test_a_conversation_continues_with_the_chat_template_that_rendered_its_first_prompt(of_row: bool) -> None:
+    """The template for chats with tools, whether the agent or the row gives the tools."""
     tokenizer = chat_tokenizer("chatml")
     marked = tokenizer.chat_template.replace("<|im_start|>user\\n", "<|im_start|>user with tools\\n")
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": marked}
@@ -86,7 +86,7 @@ def test_a_conversation_goes_on_with_the_template_that_began_it(of_row: bool) ->
     assert text.count("<|im_start|>user") == 2
 
 
-def test_messages_in_parts_are_compared_as_they_are() -> None:
+def test_messages_of_content_parts_are_compared_part_by_part() -> None:
     shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     other = {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}
     conversations = Conversations(PROMPT, cast("LoopContext", None))
@@ -94,7 +94,7 @@ def test_messages_in_parts_are_compared_as_they_are() -> None:
     assert not conversations._same(shown, other) and not conversations._same(shown, USER)
 
 
-def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
+def test_a_changed_message_history_starts_a_new_trajectory() -> None:
     async def body(conversations: Conversations) -> None:
         first = await conversations.answer([USER])
         await conversations.answer([USER, answered(first.text + "!"), {"role": "user", "content": "Go on."}])
@@ -108,7 +108,7 @@ def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
         assert int(one.loss_mask.sum()) == len(generation.tokens)
 
 
-def test_two_conversations_side_by_side_do_not_mix() -> None:
+def test_two_interleaved_conversations_become_separate_trajectories() -> None:
     async def body(conversations: Conversations) -> None:
         other = {"role": "user", "content": "And the letters?"}
         mine, theirs = await conversations.answer([USER]), await conversations.answer([other])
@@ -123,7 +123,7 @@ def test_two_conversations_side_by_side_do_not_mix() -> None:
 
 
 class Spelling:
-    """A renderer whose tokens are characters."""
+    """A renderer with one token per character."""
 
     context, pictures = 999, None
 
@@ -147,7 +147,7 @@ def calling(name: str) -> str:
 
 
 def branched(renamed: bool) -> list[str]:
-    """Two sub-agents with one prompt that call different tools; the first goes on. What the trajectories hold."""
+    """Two sub-agents with one prompt call different tools; the first continues. Returns the trajectories' texts."""
     spelling, texts = Spelling(), iter([calling("X"), calling("Y"), "done"])
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
@@ -160,7 +160,7 @@ def branched(renamed: bool) -> list[str]:
         answers = [await conversations.answer([user], parse=parse_hermes) for _ in "XY"]
         assert [one.tool_calls[0]["id"] for one in answers] == ["call-0-0", "call-1-0"]
         call = answers[0].tool_calls[0]
-        if renamed:  # an agent that names calls itself, and writes arguments its own way
+        if renamed:  # an agent that sets its own call ids and serializes the arguments as text
             call = {"id": "0", "function": {"name": "X", "arguments": '{"n":1}'}}
         back = {"role": "assistant", "content": "", "tool_calls": [call]}
         await conversations.answer([user, back, {"role": "tool", "content": "result of X"}])
@@ -170,11 +170,11 @@ def branched(renamed: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_answers_that_differ_in_their_tool_calls_alone_are_told_apart(renamed: bool) -> None:
+def test_answers_that_differ_only_in_their_tool_calls_continue_the_right_conversation(renamed: bool) -> None:
     assert branched(renamed) == [f"q{calling('X')}<result of X>done", f"q{calling('Y')}"]
 
 
-def test_a_full_context_is_said_and_what_was_written_is_kept() -> None:
+def test_a_full_context_raises_no_room_and_keeps_the_turns_already_generated() -> None:
     async def body(conversations: Conversations) -> None:
         first = await conversations.answer([USER], max_new_tokens=4)
         assert first.new_tokens <= 4

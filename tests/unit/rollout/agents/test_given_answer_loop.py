@@ -1,4 +1,4 @@
-"""Given answers: their ids, how they end, what is refused, and which sessions take them."""
+"""Given answers (`rollout.off_policy`): their tokens, their end, refused rows, and which sessions take them."""
 
 import asyncio
 from typing import Any
@@ -24,7 +24,7 @@ def given(
     columns: dict[str, Any], most: int = 32, context: int = 64, stops: tuple[int, ...] = (END,)
 ) -> Trajectory:
     async def generate(*_: Any) -> Any:
-        raise AssertionError("no engine writes a given answer")
+        raise AssertionError("the engine was asked although the answer is given")
 
     renderer = Renderer(TOKENIZER, context=context)
     loop = LoopContext(generate, renderer, Sampling(most, stops), "00000-0000003", 2, context, given="answer")
@@ -33,7 +33,7 @@ def given(
     return found
 
 
-def test_the_row_is_the_prompt_the_answer_and_the_end_of_the_turn() -> None:
+def test_a_given_answer_row_is_prompt_then_answer_then_end_token() -> None:
     found = given({"answer": "seven"})
     prompt = TOKENIZER.encode("3 + 4 =", add_special_tokens=False)
     answer = [*TOKENIZER.encode("seven", add_special_tokens=False), END]
@@ -47,12 +47,12 @@ def test_the_row_is_the_prompt_the_answer_and_the_end_of_the_turn() -> None:
 @pytest.mark.parametrize(
     "content", ["seven", [{"type": "text", "text": "sev"}, {"type": "text", "text": "en"}]]
 )
-def test_an_answer_as_a_message_is_its_text(content: Any) -> None:
+def test_an_answer_given_as_a_message_is_read_as_its_text(content: Any) -> None:
     found = given({"answer": [{"role": "assistant", "content": content}]})
     assert found.tokens.tolist() == given({"answer": "seven"}).tokens.tolist()
 
 
-def test_an_answer_is_cut_at_the_limit_and_at_the_context() -> None:
+def test_a_given_answer_is_cut_at_max_new_tokens_and_at_the_context() -> None:
     whole = given({"answer": "one two three four five six seven"}, most=64)
     cut = given({"answer": "one two three four five six seven"}, most=3)
     assert cut.loss_length == 3 and cut.stop_reason is StopReason.LENGTH
@@ -61,13 +61,15 @@ def test_an_answer_is_cut_at_the_limit_and_at_the_context() -> None:
     assert full.length == whole.length - 2 and full.stop_reason is StopReason.LENGTH
 
 
-def test_the_turn_ends_as_the_student_ends_it() -> None:
+def test_a_given_answer_ends_with_the_eos_token_or_else_the_first_stop_token() -> None:
     assert given({"answer": "7"}, stops=(5, 6)).tokens[-1] == 5
     assert given({"answer": "7"}, stops=(5, END)).tokens[-1] == END
 
 
 @pytest.mark.parametrize("family", ENDS)
-def test_an_answer_in_a_chat_ends_as_the_template_ends_it(family: str) -> None:
+def test_a_given_answer_in_a_chat_ends_with_the_templates_end_token_if_it_is_a_stop_token(
+    family: str,
+) -> None:
     tokenizer = chat_tokenizer(family)
     end, eos = tokenizer.convert_tokens_to_ids(ENDS[family]), tokenizer.eos_token_id
 
@@ -88,7 +90,7 @@ def test_an_answer_in_a_chat_ends_as_the_template_ends_it(family: str) -> None:
 
     chat = ({"role": "user", "content": "3 + 4"},)
     assert last((eos, end), messages=chat) == end
-    assert last((eos,), messages=chat) == eos, "rollouts do not end at the template's own"
+    assert last((eos,), messages=chat) == eos, "the template's end token is not a stop token"
     assert last((eos, end), text="3 + 4 =") == eos, "a plain prompt has no template"
 
 
@@ -104,14 +106,16 @@ def test_an_answer_in_a_chat_ends_as_the_template_ends_it(family: str) -> None:
         ({"answer": [{**ANSWER, "content": [{"type": "image"}]}]}, "is a message that is not text alone"),
     ],
 )
-def test_a_row_without_an_answer_fails_alone(columns: dict[str, Any], message: str) -> None:
+def test_a_row_without_a_usable_answer_raises_a_data_error_that_names_it(
+    columns: dict[str, Any], message: str
+) -> None:
     with pytest.raises(
         DataError, match=f"00000-0000003: rollout.off_policy .* column 'answer', which {message}"
     ):
         given(columns)
 
 
-def test_which_sessions_take_it_depends_on_seed_prompt_and_session_alone() -> None:
+def test_which_sessions_take_the_given_answer_depends_only_on_seed_prompt_and_session() -> None:
     def drawn(seed: int, share: float) -> list[bool]:
         prompts = [Prompt(f"{i % 3:05d}-{i:07d}", i, i % 3, "add", text="x") for i in range(2000)]
         return [takes_given_answer(seed, one, session, share) for one in prompts for session in range(2)]

@@ -1,4 +1,4 @@
-"""Agent loops over a real engine: what the trainer sees is what the engine wrote."""
+"""Agent loops over a real engine: trajectories hold exactly the tokens that the engine generated."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ TOKENIZER = chat_tokenizer("chatml")
 
 
 class TwoTurns:
-    """A user's loop: two turns, an observation between them, and a branch as a second trajectory."""
+    """A user-defined loop: two turns with an observation between them, and a branch as a second trajectory."""
 
     def __init__(self, observation: tuple[int, ...] = (7, 8, 9)) -> None:
         self.observation = np.array(observation, np.int32)
@@ -44,7 +44,7 @@ def prompts(count: int, **columns: Any) -> list[Prompt]:
     return PromptCursor(load_dataset(rows), seed=0, shuffle=False).take(count)
 
 
-def test_single_turn_rows_are_what_the_engine_wrote() -> None:
+def test_single_turn_trajectories_hold_the_engines_tokens_logprobs_and_versions() -> None:
     results, engine = attempt(TOKENIZER, build_loop("single_turn"), prompts(4), session=3)
     for prompt, (trajectory,) in zip(prompts(4), results, strict=True):
         ((request, generation),) = engine.written[prompt.key]
@@ -57,7 +57,7 @@ def test_single_turn_rows_are_what_the_engine_wrote() -> None:
         assert trajectory.stop_reason is generation.stop_reason
 
 
-def test_turns_branches_and_observations_line_up() -> None:
+def test_a_two_turn_trajectory_masks_its_observation_and_a_branch_is_a_second_trajectory() -> None:
     name = f"{__name__}:TwoTurns"
     loop = LoopChoice("single_turn", {name: {}}).of(prompts(1, agent=name)[0])
     results, engine = attempt(TOKENIZER, loop, prompts(3))
@@ -73,14 +73,14 @@ def test_turns_branches_and_observations_line_up() -> None:
         assert branch.tokens.tolist() == [*start, *third] and branch.key.endswith("_0_1")
 
 
-def test_the_answer_shrinks_to_the_room_left() -> None:
+def test_max_new_tokens_is_reduced_to_the_room_left_in_the_context() -> None:
     (prompt,) = prompts(1)
     long = Prompt(prompt.key, 0, 0, "", text="7" * (CONTEXT - 3))
     ((trajectory,),), _ = attempt(TOKENIZER, build_loop("single_turn"), [long], sampling=Sampling(50))
     assert len(trajectory.tokens) == CONTEXT and trajectory.stop_reason is StopReason.LENGTH
 
 
-def test_no_room_at_all_names_the_row() -> None:
+def test_a_prompt_that_fills_the_context_is_refused_with_its_row() -> None:
     async def never(*args: Any) -> Any:
         raise AssertionError
 
@@ -90,7 +90,7 @@ def test_no_room_at_all_names_the_row() -> None:
         context.sampling_after(10)
 
 
-def test_loops_by_name() -> None:
+def test_build_loop_finds_loops_by_name_and_refuses_wrong_names_and_options() -> None:
     assert isinstance(build_loop(f"{__name__}:TwoTurns", {"observation": (1,)}), TwoTurns)
     for name, options, says in (
         ("single_tern", None, 'did you mean "single_turn"'),
@@ -107,7 +107,7 @@ def test_loops_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["no_such_loop", "os:abort", f"{__name__}:TwoTurns"])
-def test_a_row_may_only_ask_for_loops_that_the_recipe_names(name: str) -> None:
+def test_a_row_that_asks_for_an_agent_loop_not_in_the_recipe_is_refused(name: str) -> None:
     (prompt,) = prompts(1, agent=name)
     with pytest.raises(
         DataError, match=f"row 0 asks for the agent loop '{name}'; rows may name openenv, single_turn, tool"

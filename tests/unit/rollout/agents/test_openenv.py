@@ -1,7 +1,7 @@
-"""Environments over OpenEnv's protocol: turns by token, rewards summed, sessions kept apart.
+"""Environments over OpenEnv's protocol: an episode is one trajectory, its rewards are summed, sessions are separate.
 
-The server is a process that speaks the protocol; with UNDERSTUDY_OPENENV_PYTHON (an interpreter with the package `openenv`) also
-the package's own server.
+The server is a process that speaks the protocol. If UNDERSTUDY_OPENENV_PYTHON names an interpreter with the package
+`openenv`, the tests also run against the package's own server.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def play(url: str, players: Sequence[Sequence[str]], context: int = 512, **options: Any) -> list[Any]:
-    """Students that say these things, at the same time; trajectories or errors."""
+    """Runs concurrent sessions in which the engine generates the given texts. Returns trajectories or errors."""
 
     def student(texts: Sequence[str], place: int) -> LoopContext:
         async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
@@ -89,7 +89,7 @@ def play(url: str, players: Sequence[Sequence[str]], context: int = 512, **optio
     return asyncio.run(body())
 
 
-def test_a_game_is_one_row_with_the_sum_of_its_rewards(url: str) -> None:
+def test_an_openenv_episode_is_one_trajectory_with_the_sum_of_its_rewards(url: str) -> None:
     ((row,),) = play(url, [["5", "20", "10"]])
     assert isinstance(row, Trajectory) and row.turns == 3 and row.reward == pytest.approx(0.5)
     assert row.metrics["env/steps"] == 3.0 and row.metrics["env/done"] == 1.0
@@ -99,27 +99,27 @@ def test_a_game_is_one_row_with_the_sum_of_its_rewards(url: str) -> None:
     assert written == "5<|im_end|>20<|im_end|>10<|im_end|>"
 
 
-def test_sessions_wait_for_a_free_place_and_have_states_of_their_own(url: str) -> None:
+def test_sessions_wait_when_the_server_is_at_capacity_and_keep_separate_states(url: str) -> None:
     """The server holds one session at a time; the number to guess is 10 + the row's number."""
     rows = play(url, [["10"], ["11"], ["12", "1"]])
     assert [row[0].reward for row in rows] == [1.0, 1.0, 1.0]
 
 
-def test_turns_and_context_are_limits(url: str) -> None:
+def test_an_openenv_episode_stops_at_max_turns_and_at_the_context(url: str) -> None:
     ((row,),) = play(url, [["1", "2", "3"]], max_turns=2)
     assert row.turns == 2 and row.reward == -0.5 and row.metrics["env/done"] == 0.0
     ((row,),) = play(url, [["1"] * 8], context=60)
     assert 0 < row.turns < 8 and len(row.tokens) <= 60
 
 
-def test_a_template_shows_the_observation(url: str) -> None:
+def test_the_observation_template_renders_the_fields_of_an_observation(url: str) -> None:
     ((row,),) = play(url, [["5", "10"]], observation="The game says: {{ hint }}")
     assert "The game says: Higher." in TOKENIZER.decode(row.tokens)
     (error,) = play(url, [["5"]], observation="{{ text }}")
     assert isinstance(error, DataError) and "the observation has hint" in str(error)
 
 
-def test_what_goes_wrong_names_the_environment(url: str) -> None:
+def test_openenv_errors_name_the_environment_and_hide_credentials(url: str) -> None:
     (error,) = play(url, [["five"]])
     assert isinstance(error, DataError) and "refused `step`" in str(error) and "EXECUTION_ERROR" in str(error)
     (error,) = play(url, [["5"]], action="message")

@@ -1,4 +1,4 @@
-"""The tool loop over several chat formats: the trained tokens are the engine's own, and the conversation reads right."""
+"""The tool loop over several chat formats: trained tokens are the engine's own, and the text follows the template."""
 
 import asyncio
 import json
@@ -23,11 +23,11 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 CONTEXT = 4000
 TOOL_ROLE = {"gemma": "user"}
-"""Families whose template knows no tools."""
+"""Families whose template has no tool role, and the role used instead."""
 
 
 class Echo:
-    """A tool in this process: the loop's own behaviour is what is tested here, walls are tested elsewhere."""
+    """A tool that runs in this process. Sandboxes are tested in `tools/`."""
 
     def __init__(
         self, answer: Callable[[Mapping[str, Any]], str] = lambda arguments: str(arguments.get("text", ""))
@@ -52,7 +52,7 @@ class Echo:
 
 
 class Script:
-    """Plays the engine: says prepared texts, cut into tokens at random places, as a sampling model may."""
+    """Stands in for the engine: generates prepared texts, split into tokens at random places."""
 
     def __init__(
         self, tokenizer: Any, texts: Sequence[str], seed: int = 0, stop: StopReason = StopReason.EOS
@@ -89,8 +89,8 @@ NAME = __name__
 
 
 def raises(text: str) -> list[Any]:
-    """A format of a user's own."""
-    raise AssertionError(f"{text!r} was to be left alone")
+    """A user-defined call format whose parser must not be called."""
+    raise AssertionError(f"{text!r} was parsed")
 
 
 def call(text: str) -> str:
@@ -146,10 +146,12 @@ def check_streams(trajectory: Trajectory, script: Script) -> None:
     )
     for asked, generation in zip(script.asked, script.generations, strict=True):
         grown = [*asked.tolist(), *generation.tokens.tolist()]
-        assert trajectory.tokens[: len(grown)].tolist() == grown, "what the model saw is what the row holds"
+        assert trajectory.tokens[: len(grown)].tolist() == grown, (
+            "the row does not hold the tokens of this request"
+        )
 
 
-# Text as people and tools write it: no special tokens of the formats, no leading or trailing space that templates trim.
+# Ordinary text: without the formats' special tokens, and without the leading and trailing space that templates trim.
 WORDS = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="<|[]>{}"),
     min_size=1,
@@ -161,10 +163,10 @@ PROSE = WORDS.map(str.strip).filter(bool)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(question=PROSE, calls=st.lists(PROSE, min_size=1, max_size=3), answer=PROSE, seed=st.integers(0, 99))
-def test_the_conversation_reads_as_the_template_would_write_it(
+def test_tool_loop_text_equals_the_templates_rendering_of_the_conversation(
     family: str, question: str, calls: list[str], answer: str, seed: int
 ) -> None:
-    """One call per turn, then an answer: the text of all tokens equals the template's own rendering of the messages."""
+    """One call per turn, then an answer. The decoded tokens equal the template's own rendering of the messages."""
     texts = [*map(call, calls), answer]
     if family == "chatml":  # a thinking model
         texts = [f"<think>\nhm {i}\n</think>\n\n{text}" for i, text in enumerate(texts)]
@@ -191,7 +193,9 @@ def test_the_conversation_reads_as_the_template_would_write_it(
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(results=st.lists(st.text(max_size=20), min_size=1, max_size=3), seed=st.integers(0, 99))
-def test_whatever_tools_say_the_streams_line_up(family: str, results: list[str], seed: int) -> None:
+def test_token_streams_stay_aligned_for_any_text_a_tool_returns(
+    family: str, results: list[str], seed: int
+) -> None:
     answers = iter(results * 3)
     trajectory, script = play(
         family,
@@ -203,15 +207,15 @@ def test_whatever_tools_say_the_streams_line_up(family: str, results: list[str],
     assert trajectory.turns == 3 and trajectory.metrics["tool/calls"] == 3
 
 
-def test_retokenising_would_have_changed_the_tokens() -> None:
-    """The tests above mean something: the scripted engine's tokens are not the tokenizer's own."""
+def test_retokenizing_the_scripted_text_gives_other_tokens_than_the_scripted_engine() -> None:
+    """The tests above would detect retokenization: the scripted engine's tokens are not the tokenizer's own."""
     tokenizer = chat_tokenizer("chatml")
     trajectory, _ = play("chatml", ["The answer is 42. Let me think about it step by step."])
     written = trajectory.tokens[trajectory.loss_mask].tolist()
     assert written != tokenizer(tokenizer.decode(written))["input_ids"]
 
 
-def test_the_separator_after_the_student_s_own_end_token_is_kept() -> None:
+def test_the_templates_separator_after_the_students_end_token_is_kept() -> None:
     trajectory, _ = play("chatml", [call("42"), "done"])
     text = chat_tokenizer("chatml").decode(trajectory.tokens.tolist())
     assert (
@@ -220,7 +224,7 @@ def test_the_separator_after_the_student_s_own_end_token_is_kept() -> None:
     )
 
 
-def test_a_turn_without_its_end_token_is_closed_by_the_template() -> None:
+def test_after_turn_adds_the_end_token_when_the_turn_lacks_it() -> None:
     tokenizer = chat_tokenizer("chatml")
     renderer = Renderer(tokenizer, context=CONTEXT)
     message = [{"role": "tool", "content": "x"}]
@@ -229,7 +233,7 @@ def test_a_turn_without_its_end_token_is_closed_by_the_template() -> None:
     assert open_ids[1:].tolist() == renderer.after_turn("k", message, ended=True).tolist()
 
 
-def test_calls_of_one_turn_run_together_and_answer_in_order() -> None:
+def test_results_of_several_calls_in_one_turn_keep_the_order_of_the_calls() -> None:
     tool = Echo()
     trajectory, _ = play(
         "llama3",
@@ -251,7 +255,9 @@ def test_calls_of_one_turn_run_together_and_answer_in_order() -> None:
         (call("a") + call("b"), "at most 1 calls", {"max_calls": 1}),
     ],
 )
-def test_the_model_is_told_what_went_wrong(written: str, says: str, options: dict[str, Any]) -> None:
+def test_a_failed_tool_call_is_reported_to_the_model_as_an_error(
+    written: str, says: str, options: dict[str, Any]
+) -> None:
     trajectory, script = play("chatml", [written, "done"], **options)
     check_streams(trajectory, script)
     assert "Error: " in (text := chat_tokenizer("chatml").decode(trajectory.tokens.tolist())) and says in text
@@ -259,7 +265,7 @@ def test_the_model_is_told_what_went_wrong(written: str, says: str, options: dic
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
-def test_a_tool_s_half_of_a_surrogate_pair_is_shown_as_a_question_mark(family: str) -> None:
+def test_a_lone_surrogate_in_a_tool_call_or_result_becomes_a_question_mark(family: str) -> None:
     asked = call("x").replace('"echo"', '"\\ud83d"') + call("a") if family == "chatml" else call("a")
     trajectory, script = play(family, [asked, "done"], tool=Echo(lambda arguments: "\ud83d ok"))
     check_streams(trajectory, script)
@@ -267,7 +273,7 @@ def test_a_tool_s_half_of_a_surrogate_pair_is_shown_as_a_question_mark(family: s
     assert trajectory.extra["feedback"] == "? ok"
 
 
-def test_an_integer_of_thousands_of_digits_is_the_call_s_fault() -> None:
+def test_a_tool_call_with_an_integer_of_thousands_of_digits_gets_an_error_reply() -> None:
     text = call("1").replace('"1"', "1" * 4400)
     trajectory, _ = play("chatml", [text, "done"], context=8000)
     assert "Error: the tool call cannot be read" in chat_tokenizer("chatml").decode(
@@ -275,12 +281,12 @@ def test_an_integer_of_thousands_of_digits_is_the_call_s_fault() -> None:
     )
 
 
-def test_an_answer_that_was_cut_is_not_parsed() -> None:
+def test_a_turn_cut_at_its_length_limit_is_not_parsed_for_tool_calls() -> None:
     trajectory, _ = play("llama3", [f"{NAME}:raises"], format=f"{NAME}:raises", stop=StopReason.LENGTH)
     assert trajectory.turns == 1
 
 
-def test_turn_token_and_context_budgets() -> None:
+def test_the_tool_loop_stops_at_max_turns_max_generated_the_context_and_a_cut_turn() -> None:
     trajectory, script = play("chatml", [call("a"), call("b"), call("c")], max_turns=3)
     assert trajectory.turns == 3 and trajectory.metrics["tool/calls"] == 2 and trajectory.loss_mask[-1]
     trajectory, script = play("chatml", [call("a"), "done"], max_generated=300)
@@ -291,14 +297,14 @@ def test_turn_token_and_context_budgets() -> None:
     assert trajectory.stop_reason is StopReason.LENGTH and trajectory.metrics["tool/calls"] == 0
 
 
-def test_a_row_picks_its_tools() -> None:
+def test_the_tools_column_selects_tools_and_an_unknown_tool_is_refused() -> None:
     assert play("chatml", ["done"], columns={"tools": ["echo"]})[0].turns == 1
     assert play("chatml", ["done"], columns={"tools": [Echo.schema]})[0].turns == 1
     with pytest.raises(DataError, match="asks for the tool 'abacus'; this run has echo"):
         play("chatml", ["done"], columns={"tools": ["abacus"]})
 
 
-def test_a_template_that_knows_no_tools_says_so() -> None:
+def test_a_template_without_a_tool_role_refuses_a_tool_message() -> None:
     with pytest.raises(DataError, match="roles are user and assistant"):
         Renderer(chat_tokenizer("gemma"), context=CONTEXT).after_turn(
             "k", [{"role": "tool", "content": "x"}], ended=True
@@ -310,11 +316,11 @@ WITH_TOOLS = """\
 {%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '=' + message['content'] + '<|im_end|>' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant=' }}{%- endif -%}
 """
-"""A template for chats with tools, which fails without them."""
+"""A template for chats with tools; it fails when no tools are given."""
 
 
 @pytest.mark.parametrize("columns", [{}, {"tools": ["echo"]}])
-def test_what_comes_after_a_turn_is_rendered_by_the_template_for_tools_as_the_prompt(
+def test_prompt_and_tool_results_are_both_rendered_by_the_tool_use_template(
     columns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = chat_tokenizer("chatml")
@@ -328,7 +334,7 @@ def test_what_comes_after_a_turn_is_rendered_by_the_template_for_tools_as_the_pr
     )
 
 
-def test_options_are_checked() -> None:
+def test_tool_loop_refuses_unknown_isolation_and_format() -> None:
     with pytest.raises(ConfigError, match="namespaces, none"):
         ToolLoop(isolation="docker")
     with pytest.raises(ConfigError, match="hermes"):

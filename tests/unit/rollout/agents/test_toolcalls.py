@@ -1,4 +1,4 @@
-"""Tool calls in the formats models write; nothing a model writes makes the parsers raise."""
+"""Parsers of tool calls in the formats that models write; no text makes them raise."""
 
 import json
 
@@ -33,11 +33,11 @@ AS_JSON = '{"name": "calculator", "arguments": {"expression": "1+1"}}'
         ("json", '```tool_call\n{"tool": "calculator", "input": {"expression": "1+1"}}\n```'),
     ],
 )
-def test_one_call(format: str, text: str) -> None:
+def test_each_format_parses_a_single_tool_call(format: str, text: str) -> None:
     assert parser_of(format)(text) == [CALL]
 
 
-def test_several_calls_keep_their_order() -> None:
+def test_each_format_parses_several_calls_in_order() -> None:
     two = [ToolCall("a", {}), ToolCall("b", {"x": [1, {"y": "}"}]})]
     as_json = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in two]
     assert parser_of("hermes")("".join(f"<tool_call>{one}</tool_call>" for one in as_json)) == two
@@ -55,7 +55,7 @@ def test_several_calls_keep_their_order() -> None:
         ("json", f"```python\n{AS_JSON}\n```"),
     ],
 )
-def test_no_call(format: str, text: str) -> None:
+def test_text_without_a_tool_call_parses_to_no_calls(format: str, text: str) -> None:
     assert parser_of(format)(text) == []
 
 
@@ -79,7 +79,9 @@ def test_no_call(format: str, text: str) -> None:
         ),
     ],
 )
-def test_bad_calls_are_told_to_the_model(format: str, text: str, says: str) -> None:
+def test_a_malformed_tool_call_parses_to_a_bad_call_with_its_reason(
+    format: str, text: str, says: str
+) -> None:
     (call,) = parser_of(format)(text)
     assert isinstance(call, BadCall) and says in call.reason
 
@@ -109,11 +111,11 @@ PIECES = st.sampled_from(
 
 @pytest.mark.parametrize("format", FORMATS)
 @given(text=st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join))
-def test_no_text_makes_a_parser_raise(format: str, text: str) -> None:
+def test_no_text_makes_a_tool_call_parser_raise(format: str, text: str) -> None:
     assert all(isinstance(call, ToolCall | BadCall) for call in parser_of(format)(text))
 
 
-def test_formats_by_name() -> None:
+def test_parser_of_accepts_format_names_and_import_paths() -> None:
     assert parser_of("understudy.rollout.agents.toolcalls:parse_json") is FORMATS["json"]
     with pytest.raises(ConfigError, match="hermes, llama3, json"):
         parser_of("xml")

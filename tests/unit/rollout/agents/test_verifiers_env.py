@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package: their turns by token, their reward on the row."""
+"""Environments of the `verifiers` package: their turns keep the engine's tokens, their reward is the trajectory's."""
 
 import asyncio
 import importlib.util
@@ -30,7 +30,7 @@ CONTEXT = 512
 def play(
     texts: Sequence[str], prompt: Prompt, kind: str = "again", context: int = CONTEXT
 ) -> list[Trajectory]:
-    """The environment against a student that says these things, in tokens no tokenizer would choose."""
+    """Runs the environment; the engine generates the given texts, one token per letter, unlike the tokenizer would."""
     tokenizer = chat_tokenizer("chatml")
     turns: list[tuple[np.ndarray, Generation]] = []
 
@@ -58,7 +58,7 @@ def play(
         for tokens, generation in turns:
             grown = [*tokens.tolist(), *generation.tokens.tolist()]
             assert trajectory.tokens[: len(grown)].tolist() == grown, (
-                "what the model saw is what the row holds"
+                "the row does not hold the tokens of this request"
             )
     return trajectories
 
@@ -75,7 +75,7 @@ def prompts(path: Path, kind: str = "again") -> list[Prompt]:
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("It is 36.", 1.0), ("It is 35.", 0.0)])
-def test_turns_of_an_environment_are_one_row_with_its_reward(
+def test_turns_of_a_verifiers_environment_are_one_trajectory_with_its_reward(
     tmp_path: Path, answer: str, reward: float
 ) -> None:
     (trajectory,) = play(["Hm, 30?", answer], prompts(tmp_path)[0])
@@ -88,7 +88,7 @@ def test_turns_of_an_environment_are_one_row_with_its_reward(
     assert written == f"Hm, 30?<|im_end|>{answer}<|im_end|>"
 
 
-def test_tools_of_an_environment_are_called_and_seen(tmp_path: Path) -> None:
+def test_tools_of_a_verifiers_environment_are_described_called_and_answered(tmp_path: Path) -> None:
     call = '<tool_call>{"name": "multiply", "arguments": {"first": 12, "second": 3}}</tool_call>'
     (trajectory,) = play([f"I multiply. {call}", "So 36."], prompts(tmp_path, "tools")[0], kind="tools")
     text = chat_tokenizer("chatml").decode(trajectory.tokens)
@@ -97,12 +97,12 @@ def test_tools_of_an_environment_are_called_and_seen(tmp_path: Path) -> None:
     assert (trajectory.turns, trajectory.reward) == (2, 1.0)
 
 
-def test_an_engine_that_fails_is_the_runs_trouble_not_a_bad_answer(tmp_path: Path) -> None:
+def test_an_engine_error_during_a_verifiers_session_is_raised_and_not_scored(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the engine is gone"):
         play(["crash"], prompts(tmp_path)[0])
 
 
-def test_a_conversation_that_fills_the_context_ends_there(tmp_path: Path) -> None:
+def test_a_verifiers_conversation_ends_when_it_fills_the_context(tmp_path: Path) -> None:
     (trajectory,) = play(["x" * 60, "y"], prompts(tmp_path)[0], context=100)
     assert trajectory.turns == 1
     assert len(trajectory.tokens) <= 100

@@ -1,6 +1,6 @@
-"""Tasksets of `verifiers.v1`: the package's chat program talks to the student, its reward is the row's.
+"""Tasksets of `verifiers.v1`: the package's chat program talks to the student, its reward is the trajectory's.
 
-Needs the package from 0.3 on and `uv`, with which the package starts its programs.
+Needs `verifiers` 0.3 or newer, and `uv`, with which that package starts its programs.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason
 
-THERE = importlib.util.find_spec("verifiers") and importlib.util.find_spec("verifiers.v1.utils.loaders")
+INSTALLED = importlib.util.find_spec("verifiers") and importlib.util.find_spec("verifiers.v1.utils.loaders")
 needs_package = pytest.mark.skipif(
-    not (THERE and shutil.which("uv")), reason="needs verifiers 0.3 or newer, and uv"
+    not (INSTALLED and shutil.which("uv")), reason="needs verifiers 0.3 or newer, and uv"
 )
 ENV = {"taskset": {"id": "small_verifiers_v1"}}
 TOKENIZER = chat_tokenizer("chatml")
 
 
 def play(texts: list[str], rows: list[dict[str, Any]], context: int = 512) -> list[Any]:
-    """One student per row, at the same time; each says its text. Trajectories or errors."""
+    """Runs one session per row concurrently; the engine generates its text. Returns trajectories or errors."""
 
     def student(text: str, place: int) -> LoopContext:
         async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
@@ -64,7 +64,7 @@ def play(texts: list[str], rows: list[dict[str, Any]], context: int = 512) -> li
 
 @needs_package
 @pytest.mark.timeout(300)
-def test_sessions_of_a_taskset_are_rows_with_its_reward(tmp_path: Path) -> None:
+def test_sessions_of_a_verifiers_taskset_become_trajectories_with_its_reward(tmp_path: Path) -> None:
     assert write_rows(ENV, tmp_path / "rows.jsonl") == 2
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows[1]["messages"] == [{"role": "user", "content": "What is 2 * 3?"}] and rows[1]["task"] == 1
@@ -79,13 +79,13 @@ def test_sessions_of_a_taskset_are_rows_with_its_reward(tmp_path: Path) -> None:
     assert isinstance(missing, DataError) and "task 7 of a taskset with 2 tasks" in str(missing)
 
 
-def test_an_env_without_a_taskset_is_refused() -> None:
+def test_a_verifiers_v1_env_without_a_taskset_id_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no taskset\.id"):
         build_loop("verifiers_v1", {"env": {}})
 
 
-@pytest.mark.skipif(bool(THERE), reason="the package is there")
-def test_the_package_is_named_where_it_is_missing() -> None:
+@pytest.mark.skipif(bool(INSTALLED), reason="the package is there")
+def test_a_missing_verifiers_package_is_named_in_the_config_error() -> None:
     with pytest.raises(
         ConfigError, match=r"needs verifiers 0\.3 or newer and the taskset 'small_verifiers_v1'"
     ):

@@ -1,4 +1,4 @@
-"""Releases of `verifiers` without environments are refused by their version."""
+"""Releases of `verifiers` without environments are refused."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,9 @@ from understudy.errors import ConfigError
 from understudy.rollout.agents.verifiers_env import load_environment
 
 
-def test_a_release_without_environments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifiers_release_without_environments_is_refused_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "verifiers" / "v1").mkdir(parents=True)
     (tmp_path / "verifiers" / "__init__.py").touch()
     (tmp_path / "verifiers-0.4.0.dist-info").mkdir()

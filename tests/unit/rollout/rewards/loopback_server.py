@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback inside the test's event loop."""
+"""A real HTTP server on loopback in the test's event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +14,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def _endpoint(handler: Handler) -> Handler:
-    """As a plain function: starlette takes any other callable for an ASGI application."""
+    """The handler as a plain function: starlette treats any other callable as an ASGI application."""
 
     async def answer(request: Request) -> Response:
         return await handler(request)
@@ -24,7 +24,7 @@ def _endpoint(handler: Handler) -> Handler:
 
 @asynccontextmanager
 async def serve(routes: dict[str, Handler]) -> AsyncIterator[str]:
-    """`routes` maps paths to handlers of any method; gives the base address."""
+    """Yields the base URL. `routes` maps paths to handlers of GET and POST."""
     methods = ["GET", "POST"]
     app = Starlette(
         routes=[Route(path, _endpoint(handler), methods=methods) for path, handler in routes.items()]

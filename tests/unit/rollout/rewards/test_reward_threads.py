@@ -1,4 +1,4 @@
-"""Threads of rewards: as many as needed up to a bound, errors are raised in the caller, and a hanging thread is not waited for."""
+"""The thread pool of rewards: bounded, errors are raised in the caller, and hanging threads are not waited for."""
 
 import asyncio
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from understudy.rollout.rewards.reward_threads import DaemonThreads
 
 
-def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
+def test_jobs_run_concurrently_and_threads_are_reused() -> None:
     async def body() -> None:
         loop, pool = asyncio.get_running_loop(), DaemonThreads(most=4, name="tested")
         barrier = threading.Barrier(4)
@@ -28,7 +28,7 @@ def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
     asyncio.run(body())
 
 
-def test_errors_and_context_come_through() -> None:
+def test_errors_and_context_variables_reach_the_caller_of_a_job() -> None:
     variable: ContextVar[str] = ContextVar("told", default="nothing")
     pool = DaemonThreads(most=1)
     variable.set("something")
@@ -42,8 +42,10 @@ def test_errors_and_context_come_through() -> None:
 @pytest.mark.parametrize(
     "error", [SystemExit(0), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()]
 )
-def test_a_job_cannot_end_its_caller(error: BaseException) -> None:
-    """Raised in the event loop's task, these would end the process, pass for a cancellation, or fit no future."""
+def test_exit_interrupt_and_cancellation_in_a_job_reach_the_caller_as_a_runtime_error(
+    error: BaseException,
+) -> None:
+    """In the event loop's task these would end the process, look like a cancellation, or be refused by a future."""
 
     def job() -> None:
         raise error
@@ -55,8 +57,8 @@ def test_a_job_cannot_end_its_caller(error: BaseException) -> None:
     asyncio.run(body())
 
 
-def test_jobs_past_their_deadline_leave_the_others_their_threads() -> None:
-    """Three rounds in which every thread hangs; a job of a later round runs, and threads that come back end."""
+def test_jobs_past_their_deadline_do_not_keep_threads_from_other_jobs() -> None:
+    """In each of three rounds every thread hangs, and a waiting job still runs. Freed surplus threads end."""
 
     async def body() -> None:
         loop, pool, free = asyncio.get_running_loop(), DaemonThreads(most=2, name="late"), threading.Event()
@@ -75,7 +77,7 @@ def test_jobs_past_their_deadline_leave_the_others_their_threads() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_job_that_hangs_holds_up_neither_others_nor_the_end_of_the_process() -> None:
+def test_a_hanging_job_blocks_neither_other_jobs_nor_process_exit() -> None:
     program = (
         "import time\n"
         "from understudy.rollout.rewards.reward_threads import DaemonThreads\n"

@@ -1,4 +1,4 @@
-"""Rewards: plain functions in every shape the docstring promises; nonsense becomes a DataError that names the row."""
+"""Rewards as functions of every supported shape; a bad result becomes a DataError that names the row."""
 
 import asyncio
 import math
@@ -61,7 +61,7 @@ class Callable_:
         return 0.25
 
 
-def test_functions_of_every_kind_are_weighted_and_summed() -> None:
+def test_sync_async_trajectory_and_object_rewards_are_weighted_and_summed() -> None:
     rewarded = reward_of(
         Reward("right", equals_answer, 2.0),
         Reward("slow", slowly),
@@ -72,30 +72,30 @@ def test_functions_of_every_kind_are_weighted_and_summed() -> None:
     assert rewarded.metrics["reward/right"] == 1.0 and rewarded.metrics["reward/slow/characters"] == 1.0
 
 
-def test_the_text_is_the_last_turn_without_special_tokens() -> None:
+def test_a_reward_gets_the_text_of_the_last_turn_without_special_tokens() -> None:
     several = trajectory("42", turns=("first", "second"))
     assert chat_tokenizer("chatml").decode(last_turn(several).tolist()) == "42<|im_end|>"
     assert reward_of(Reward("seen", lambda row, text: float(text == "42")), of=several).reward == 1.0
 
 
-def test_no_reward_function_leaves_the_loop_s_own() -> None:
+def test_without_reward_functions_the_trajectorys_reward_is_left_unchanged() -> None:
     assert reward_of().reward is None
 
 
 @pytest.mark.parametrize(
     "result", [math.nan, 10**400, {"score": 10**400}, math.inf, None, "1", {"other": 1.0}]
 )
-def test_a_result_that_is_not_a_number_names_the_row(result: Any) -> None:
+def test_a_reward_result_that_is_not_a_finite_number_raises_a_data_error_with_the_row(result: Any) -> None:
     with pytest.raises(DataError, match=r"odd gave .* for row 00000-0000001_0_0"):
         reward_of(Reward("odd", lambda row, text: result))
 
 
-def test_a_reward_that_raises_names_itself_and_the_row() -> None:
+def test_a_reward_that_raises_is_named_with_the_row() -> None:
     with pytest.raises(DataError, match="broken raised on row 00000-0000001_0_0: ZeroDivisionError"):
         reward_of(Reward("broken", lambda row, text: 1 / 0))
 
 
-def test_a_plain_function_may_wrap_an_async_one() -> None:
+def test_a_plain_function_may_return_a_coroutine() -> None:
     assert reward_of(Reward("wrapped", lambda row, text: slowly(row, text))).reward == 0.5
 
 
@@ -134,12 +134,12 @@ async def awaits_a_cancelled_task(row: Mapping[str, Any], text: str) -> float:
         (awaits_a_cancelled_task, "CancelledError"),
     ],
 )
-def test_a_reward_can_fail_its_row_and_nothing_else(function: Any, name: str) -> None:
+def test_exit_interrupt_and_cancellation_in_a_reward_fail_only_its_row(function: Any, name: str) -> None:
     with pytest.raises(DataError, match=f"r raised on row 00000-0000001_0_0: RuntimeError: {name}"):
         reward_of(Reward("r", function))
 
 
-def test_a_reward_is_cancelled_with_its_row() -> None:
+def test_an_async_reward_is_cancelled_when_its_scoring_is_cancelled() -> None:
     async def body() -> None:
         scorer = Rewards([Reward("r", slow)], Renderer(chat_tokenizer("chatml"), context=100))
         async with asyncio.timeout(0.05):
@@ -153,7 +153,7 @@ def test_a_reward_is_cancelled_with_its_row() -> None:
         asyncio.run(body())
 
 
-def test_a_machine_without_threads_is_no_fault_of_the_row() -> None:
+def test_a_thread_that_cannot_be_started_is_a_cluster_error_and_not_a_data_error() -> None:
     def starved(row: Mapping[str, Any], text: str) -> float:
         raise RuntimeError("can't start new thread")
 
@@ -161,7 +161,7 @@ def test_a_machine_without_threads_is_no_fault_of_the_row() -> None:
         reward_of(Reward("starved", starved))
 
 
-def test_loading_by_name() -> None:
+def test_load_reward_refuses_names_that_cannot_be_loaded() -> None:
     assert load_reward("understudy.rollout.rewards.builtin:exact_match", 0.5).weight == 0.5
     for name, says in (
         ("nonsense", "package.module:object"),
@@ -173,7 +173,7 @@ def test_loading_by_name() -> None:
             load_reward(name)
 
 
-def test_a_reward_with_verl_s_signature_is_called_as_verl_does() -> None:
+def test_a_reward_with_verls_signature_is_called_with_verls_arguments() -> None:
     seen: list[Any] = []
 
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Limits of a tool's processes together, and the system calls that isolated code is denied."""
+"""Memory limits over all processes of a tool call, and the system calls that isolated code is denied."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(sandbox: Sandbox, code: str, seconds: float = 30) -> ToolResult:
 
 
 @pytest.mark.parametrize("isolation", BOTH)
-def test_processes_of_a_call_share_one_memory_limit(isolation: Isolation) -> None:
+def test_all_processes_of_a_tool_call_share_one_memory_limit(isolation: Isolation) -> None:
     started = time.monotonic()
     result = run(Sandbox(isolation, memory_mb=200), CHILDREN.format(count=6, mb=100, seconds=20))
     assert result.outcome is ToolOutcome.ERROR
@@ -42,7 +42,7 @@ def test_processes_of_a_call_share_one_memory_limit(isolation: Isolation) -> Non
 
 
 @pytest.mark.parametrize("isolation", BOTH)
-def test_pages_that_processes_share_count_once(isolation: Isolation) -> None:
+def test_memory_pages_shared_between_processes_count_once(isolation: Isolation) -> None:
     shared = "held = bytearray(b'1') * (60 << 20)\n"
     result = run(Sandbox(isolation, memory_mb=200), shared + CHILDREN.format(count=6, mb=1, seconds=0.5))
     assert result.text == "all held it"

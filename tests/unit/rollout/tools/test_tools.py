@@ -1,4 +1,4 @@
-"""Tools run outside our process: walls, deadlines and leftovers, with real processes."""
+"""Tools run in sandboxed processes: isolation, deadlines, and no process left behind."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def jailed_processes() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_running() -> Any:
+def assert_no_jailed_process_is_left() -> Any:
     before = set(jailed_processes())
     yield
     deadline = time.monotonic() + 5
@@ -68,13 +68,13 @@ def test_code_runs_like_a_notebook_cell(isolation: Isolation) -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code"),
     ],
 )
-def test_failures_are_told(code: str, says: str) -> None:
+def test_code_that_fails_returns_the_error_as_text(code: str, says: str) -> None:
     result = run(code, isolation=Isolation.NONE)
     assert result.outcome is ToolOutcome.ERROR and says in result.text
 
 
 @needs_namespaces
-def test_no_network_no_files_no_processes_no_environment(
+def test_isolated_code_sees_no_network_files_processes_or_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = tmp_path / "secret.txt"
@@ -138,8 +138,8 @@ print(asyncio.run(Sandbox(Isolation.NAMESPACES).run_code(code, deadline_s=20)).t
 
 
 @needs_namespaces
-def test_the_launcher_s_keyring_is_out_of_reach() -> None:
-    """In a process of its own, whose session keyring is replaced."""
+def test_isolated_code_cannot_read_the_launchers_kernel_keyring() -> None:
+    """Runs in a separate process, because the session keyring of the launcher is replaced."""
     done = subprocess.run(
         [sys.executable, "-c", KEYRING], capture_output=True, text=True, timeout=60, check=False
     )
@@ -149,8 +149,8 @@ def test_the_launcher_s_keyring_is_out_of_reach() -> None:
 
 
 @needs_namespaces
-def test_loopback_is_another_one() -> None:
-    """A server of ours on 127.0.0.1 (a teacher, an engine) cannot be reached."""
+def test_isolated_code_cannot_reach_a_server_on_the_hosts_loopback() -> None:
+    """So it cannot reach the run's own servers on 127.0.0.1, such as a teacher or an engine."""
 
     async def body() -> ToolResult:
         async def serve(reader: Any, writer: Any) -> None:
@@ -177,7 +177,7 @@ HANGS = {
 
 @needs_namespaces
 @pytest.mark.parametrize("name", HANGS)
-def test_a_deadline_ends_everything(name: str) -> None:
+def test_the_deadline_kills_code_that_sleeps_spins_ignores_signals_or_forks(name: str) -> None:
     start = time.monotonic()
     result = run(HANGS[name], deadline_s=1.0)
     assert result.outcome is ToolOutcome.TIMEOUT and "1 s" in result.text
@@ -185,7 +185,7 @@ def test_a_deadline_ends_everything(name: str) -> None:
 
 
 @needs_namespaces
-def test_a_fork_bomb_meets_its_limit() -> None:
+def test_a_fork_bomb_fails_at_the_process_limit() -> None:
     result = run(
         "import os\nfor _ in range(200):\n  if os.fork() == 0:\n    import time; time.sleep(1000)",
         deadline_s=10,
@@ -194,14 +194,14 @@ def test_a_fork_bomb_meets_its_limit() -> None:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_endless_output_is_cut_off(isolation: Isolation) -> None:
+def test_endless_output_is_truncated_without_filling_memory(isolation: Isolation) -> None:
     before = psutil.Process().memory_info().rss
     result = run("while True: print('x' * 100000)", isolation=isolation, output_bytes=5000)
     assert result.text.endswith("(cut off)") and len(result.text) < 5100
     assert psutil.Process().memory_info().rss - before < 50 << 20
 
 
-def test_a_cancelled_call_leaves_nothing() -> None:
+def test_a_cancelled_call_leaves_no_process() -> None:
     async def body() -> None:
         task = asyncio.create_task(
             Sandbox(Isolation.NONE).run_code("import time; time.sleep(1000)", deadline_s=100)
@@ -214,7 +214,9 @@ def test_a_cancelled_call_leaves_nothing() -> None:
     asyncio.run(body())
 
 
-def test_without_isolation_the_run_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_without_working_namespaces_is_refused_unless_isolation_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sandbox_module, "namespace_problem", lambda: "unshare: Operation not permitted")
     with pytest.raises(ConfigError, match=r'unshare: Operation not permitted.*isolation = "none"'):
         Sandbox()
@@ -233,7 +235,7 @@ def test_without_isolation_the_run_does_not_start(monkeypatch: pytest.MonkeyPatc
         ("10 ** 30", str(10**30)),
     ],
 )
-def test_calculator(expression: str, answer: str) -> None:
+def test_calculator_evaluates_expressions(expression: str, answer: str) -> None:
     assert calculator(expression) == answer
 
 
@@ -252,7 +254,7 @@ def test_calculator(expression: str, answer: str) -> None:
         "(-8) ** 0.5",
     ],
 )
-def test_calculator_refuses(expression: str) -> None:
+def test_calculator_refuses_unsafe_or_invalid_expressions(expression: str) -> None:
     with pytest.raises((ValueError, ArithmeticError)):
         calculator(expression)
 
@@ -271,7 +273,9 @@ def with_tool(
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_the_calculator_tool_serves_many_calls_at_once(isolation: Isolation) -> None:
+def test_the_calculator_tool_serves_concurrent_calls_with_a_bounded_number_of_processes(
+    isolation: Isolation,
+) -> None:
     async def use(tool: Any) -> None:
         results = await asyncio.gather(
             *(tool.call({"expression": f"{i} * 2"}, deadline_s=20) for i in range(20))
@@ -279,7 +283,7 @@ def test_the_calculator_tool_serves_many_calls_at_once(isolation: Isolation) -> 
         assert [result.text for result in results] == [str(2 * i) for i in range(20)]
         wrong = await tool.call({"expression": "1 / 0"}, deadline_s=20)
         assert wrong.outcome is ToolOutcome.ERROR and "ZeroDivisionError" in wrong.text
-        assert len(jailed_processes()) <= 4 * max(2, os.cpu_count() or 2), "calls share processes"
+        assert len(jailed_processes()) <= 4 * max(2, os.cpu_count() or 2), "calls must share processes"
 
     with_tool("calculator", use, isolation)
 
@@ -305,7 +309,7 @@ def lookup(city: str, days: int = 1) -> dict:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_user_s_function_becomes_a_tool(
+def test_a_users_function_becomes_a_tool_with_schema_deadline_and_argument_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: Isolation
 ) -> None:
     (tmp_path / "weather_tool.py").write_text(USER_MODULE)
@@ -341,7 +345,7 @@ def test_a_user_s_function_becomes_a_tool(
     with_tool("weather_tool:lookup", use, isolation)
 
 
-def test_tools_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Sandbox(Isolation.NONE)
     for name, says in (
         ("abacus", "calculator, python"),
@@ -355,7 +359,7 @@ def test_tools_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asyncio.run(workers.call({}, deadline_s=20))
 
 
-def test_workers_end_with_the_process_that_started_them() -> None:
+def test_tool_worker_processes_end_when_the_process_that_started_them_exits() -> None:
     code = """
 import asyncio, os
 from understudy.rollout.tools.library import build_tool
@@ -372,7 +376,7 @@ asyncio.run(main())
     assert (done.stdout, done.returncode) == ("2\n", 9)
 
 
-def test_schemas_of_richer_signatures() -> None:
+def test_schema_of_handles_lists_optionals_and_defaults_and_refuses_variadic_arguments() -> None:
     def search(words: list[str], limit: int | None = None, exact: bool = False, score: float = 0.5) -> str:
         return ""
 
@@ -421,8 +425,9 @@ def none_left(name: str) -> bool:
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize("wait", ["0", "60"])
-def test_a_child_in_a_session_of_its_own_ends_with_its_code(isolation: Isolation, wait: str) -> None:
-    """After the code has ended, and after its deadline has."""
+def test_a_daemonized_child_of_python_code_is_killed_when_the_code_ends_or_times_out(
+    isolation: Isolation, wait: str
+) -> None:
     name = f"left-by-code-{os.getpid()}-{wait}"
     deadline_s = 20.0 if wait == "0" else 1.5
     result = run(f"{LEAVES_A_CHILD}\nleave({name!r}, {wait})", isolation=isolation, deadline_s=deadline_s)
@@ -430,7 +435,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_code(isolation: Isolation
     assert none_left(name)
 
 
-def test_a_child_in_a_session_of_its_own_ends_with_its_call(
+def test_a_daemonized_child_of_a_tool_function_is_killed_when_the_call_ends_or_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "leaving_tool.py").write_text(LEAVES_A_CHILD)
@@ -441,7 +446,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_call(
         for _ in range(2):
             result = await tool.call({"name": name}, deadline_s=20.0)
             assert (result.outcome, result.text) == (ToolOutcome.OK, "left")
-            assert none_left(name), "although the tool's process goes on"
+            assert none_left(name), "the child outlived its call"
         assert jailed_processes()
         result = await tool.call({"name": name, "wait": 60.0}, deadline_s=1.0)
         assert result.outcome is ToolOutcome.TIMEOUT and none_left(name)
@@ -449,7 +454,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_call(
     with_tool("leaving_tool:leave", use, Isolation.NONE)
 
 
-def test_what_a_tool_started_does_not_outlive_a_killed_run() -> None:
+def test_processes_started_by_a_tool_do_not_outlive_a_killed_run() -> None:
     name = f"left-by-a-run-{os.getpid()}"
     program = (
         "import asyncio; from understudy.rollout.tools.sandbox import Isolation, Sandbox\n"

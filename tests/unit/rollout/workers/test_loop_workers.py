@@ -1,4 +1,4 @@
-"""Loops in worker processes: the same rows as without, and what happens when a worker is killed."""
+"""Agent loops in worker processes: the same rows as without workers, and what happens when a worker is killed."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def prompts(count: int, **columns: Any) -> list[Prompt]:
 Use = Callable[[LoopWorkers, Callable[[Prompt], LoopContext]], Awaitable[Any]]
 
 
-async def used(workers: LoopWorkers, use: Use, generate: Any = None) -> Any:
+async def use_with_engine(workers: LoopWorkers, use: Use, generate: Any = None) -> Any:
     engine = RecordingEngine(TOKENIZER)
     renderer = Renderer(TOKENIZER, context=CONTEXT)
 
@@ -61,7 +61,7 @@ async def used(workers: LoopWorkers, use: Use, generate: Any = None) -> Any:
 
 
 @asynccontextmanager
-async def opened(folder: Path, count: int, **settings: Any) -> AsyncIterator[LoopWorkers]:
+async def started_workers(folder: Path, count: int, **settings: Any) -> AsyncIterator[LoopWorkers]:
     TOKENIZER.save_pretrained(folder)
     workers = LoopWorkers(count, tokenizer=folder, agent="chatty_loop:Chatty", context=CONTEXT, **settings)
     try:
@@ -73,35 +73,37 @@ async def opened(folder: Path, count: int, **settings: Any) -> AsyncIterator[Loo
 
 
 def with_workers(folder: Path, use: Use, *, generate: Any = None, **settings: Any) -> Any:
-    """One worker of the test's own."""
+    """Starts one worker for this test alone and runs `use` with it."""
 
     async def body() -> Any:
-        async with opened(folder, 1, **settings) as workers:
-            return await used(workers, use, generate)
+        async with started_workers(folder, 1, **settings) as workers:
+            return await use_with_engine(workers, use, generate)
 
     return asyncio.run(asyncio.wait_for(body(), 120))
 
 
 Shared = Callable[..., Any]
-"""Uses workers that other tests use as well: each costs seconds to start. `generate` as in `used`."""
+"""Runs `use` with workers shared by this module's tests, since each takes seconds to start."""
 
 
-def shared(folder: Path, count: int) -> Iterator[Shared]:
+def shared_workers(folder: Path, count: int) -> Iterator[Shared]:
     with asyncio.Runner() as runner:
-        workers = opened(folder, count)
-        there = runner.run(workers.__aenter__())
-        yield lambda use, generate=None: runner.run(asyncio.wait_for(used(there, use, generate), 120))
-        runner.run(workers.__aexit__(None, None, None))
+        manager = started_workers(folder, count)
+        workers = runner.run(manager.__aenter__())
+        yield lambda use, generate=None: runner.run(
+            asyncio.wait_for(use_with_engine(workers, use, generate), 120)
+        )
+        runner.run(manager.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="module")
 def with_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    yield from shared(tmp_path_factory.mktemp("one"), 1)
+    yield from shared_workers(tmp_path_factory.mktemp("one"), 1)
 
 
 @pytest.fixture(scope="module")
 def with_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    yield from shared(tmp_path_factory.mktemp("two"), 2)
+    yield from shared_workers(tmp_path_factory.mktemp("two"), 2)
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
@@ -120,7 +122,7 @@ def test_rows_are_the_same_with_and_without_workers(with_two: Shared) -> None:
             assert remote.extra["row"] == dict(prompt.columns) and remote.metrics == {"a": 1.0}
             assert remote.extra["seconds"].keys() == {"generate", "loop"}
             np.testing.assert_array_equal(np.isnan(remote.behaviour_logprobs), ~remote.loss_mask)
-        assert len({remote.extra["pid"] for (remote,) in there}) == 2, "the work is spread"
+        assert len({remote.extra["pid"] for (remote,) in there}) == 2, "both workers must get rows"
         timings = BatchTimings()
         for (remote,) in there:
             timings.add(remote.key, remote.extra["seconds"])
@@ -130,13 +132,15 @@ def test_rows_are_the_same_with_and_without_workers(with_two: Shared) -> None:
         assert summary["time/rollout/loop/max"] >= summary["time/rollout/loop/mean"]
         assert summary["time/rollout/slowest/key"] == "slow"
         assert summary["time/rollout/slowest/loop"] == 0.75
-        assert summary["time/rollout/score/min"] == 1e6, "rows without an activity do not count in it"
+        assert summary["time/rollout/score/min"] == 1e6, (
+            "rows without a `score` activity must not count in its minimum"
+        )
         assert timings.take() == {}
 
     with_two(use)
 
 
-def test_a_worker_gives_the_answer_of_the_data_and_says_so(with_one: Shared) -> None:
+def test_a_worker_returns_given_answers_marked_with_origin_data(with_one: Shared) -> None:
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         (prompt,) = prompts(1, answer="5 6")
         given = replace(context(prompt), given="answer")
@@ -150,7 +154,7 @@ def test_a_worker_gives_the_answer_of_the_data_and_says_so(with_one: Shared) -> 
 
 
 class Gated:
-    """Generations that wait at their second turn until `opened`. `held(n)` returns when n of them wait."""
+    """A generate function that blocks at the second turn until `opened` is set. `held(n)` waits for n blocked calls."""
 
     def __init__(self) -> None:
         self._held = 0
@@ -173,15 +177,17 @@ class Gated:
             await self._changed.wait_for(lambda: self._held >= count)
 
 
-async def gone(pid: int) -> None:
-    """Returns when the process runs no more, whether or not its parent has noticed."""
+async def wait_until_dead(pid: int) -> None:
+    """Returns when the process is gone or a zombie."""
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool) -> None:
-    """At once, also where a process that its loop forked lives on. They get the generations that they had."""
+def test_sessions_of_a_killed_worker_are_run_again_with_the_generations_they_already_had(
+    with_two: Shared, forks: bool
+) -> None:
+    """The restart does not wait for processes that the loop forked, although they hold the worker's pipes open."""
     gate = Gated()
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
@@ -194,7 +200,7 @@ def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool)
             await asyncio.sleep(0.05)
             forked = [child for pid in before for child in psutil.Process(pid).children()]
         os.kill(before[0], signal.SIGKILL)
-        await gone(before[0])
+        await wait_until_dead(before[0])
         gate.opened.set()
         try:
             results = await asyncio.wait_for(asyncio.gather(*tasks), 40)
@@ -205,16 +211,16 @@ def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool)
                 child.kill()
         assert [one.key for (one,) in results] == [f"{p.key}_0_0" for p in rows]
         assert workers.pids[1] == before[1]
-        assert len(gate.asked) == len(set(gate.asked)) == 2 * len(rows), "no generation is asked for again"
+        assert len(gate.asked) == len(set(gate.asked)) == 2 * len(rows), "a generation was asked for twice"
 
     with_two(use, gate)
 
 
 @pytest.mark.slow
-def test_a_row_that_kills_its_worker_is_that_row_s_fault(
+def test_a_row_that_kills_its_worker_fails_with_a_data_error_and_other_rows_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers_module, "_TRIES", 1)  # each costs the start of a process
+    monkeypatch.setattr(workers_module, "_TRIES", 1)  # each try starts a process
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         (deadly,) = prompts(1, dies=True)
@@ -227,8 +233,10 @@ def test_a_row_that_kills_its_worker_is_that_row_s_fault(
 
 
 @pytest.mark.slow
-def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`cluster.restarts.workers`: counted in a row without a finished session; with none left the run ends, not the row."""
+def test_the_run_ends_when_a_worker_exceeds_its_restarts_without_finishing_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cluster.restarts.workers` bounds consecutive restarts without a finished session; beyond it the run fails."""
     monkeypatch.setattr(workers_module, "_TRIES", 1)
     notes: list[str] = []
 
@@ -242,7 +250,7 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
         (fine,) = prompts(1)
         assert len(await workers.run(fine, context(fine))) == 1
         assert len(notes) == 1 and "started again (1 of 1)" in notes[0]
-        await dies()  # counted anew: this life finished a session
+        await dies()  # the count starts again, since the restarted worker finished a session
         await dies()
         assert len(notes) == 2
         with pytest.raises(ClusterError, match="No rollout worker is left") as caught:
@@ -253,8 +261,8 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
-    """While it is started for the last time it is not given up, whichever sessions ask meanwhile."""
+def test_sessions_wait_for_a_workers_last_restart(tmp_path: Path) -> None:
+    """The worker is not given up while its last restart is under way, however many sessions ask for it."""
 
     gate = Gated()
 
@@ -263,14 +271,14 @@ def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
         tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
         await gate.held(6)
         os.kill(workers.pids[0], signal.SIGKILL)
-        await gone(workers.pids[0])
+        await wait_until_dead(workers.pids[0])
         gate.opened.set()
         assert len(await asyncio.gather(*tasks)) == 6
 
     with_workers(tmp_path, use, generate=gate, restarts=1)
 
 
-def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
+def test_a_worker_that_cannot_be_restarted_is_given_up_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "_FIRST_PAUSE_SECONDS", 0.01)
@@ -285,7 +293,7 @@ def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         os.kill(workers.pids[0], signal.SIGKILL)
-        await gone(workers.pids[0])
+        await wait_until_dead(workers.pids[0])
         (fine,) = prompts(1)
         with pytest.raises(ClusterError, match="could not be started: no machine has its bundle"):
             await workers.run(fine, context(fine))
@@ -294,20 +302,20 @@ def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
     with_workers(tmp_path, use, restarts=2, open_line=open_line)
 
 
-def test_one_that_is_killed_before_it_is_ready_is_said_to_be_killed(tmp_path: Path) -> None:
+def test_a_worker_killed_before_it_is_ready_is_reported_with_its_exit_code(tmp_path: Path) -> None:
     async def open_line(number: int) -> Any:
         worker = await PipeWorker.open(number)
         os.kill(worker.pid, signal.SIGKILL)
         return worker
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
-        pytest.fail("it started")
+        pytest.fail("the killed worker became ready")
 
     with pytest.raises(ConfigError, match="it died with exit code -9"):
         with_workers(tmp_path, use, open_line=open_line)
 
 
-def test_errors_keep_their_kind(with_one: Shared) -> None:
+def test_errors_raised_in_a_worker_session_keep_their_type(with_one: Shared) -> None:
     async def broken(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         raise EngineError("engine gone")
 
@@ -326,7 +334,7 @@ def test_errors_keep_their_kind(with_one: Shared) -> None:
 
 
 @pytest.mark.parametrize(("column", "name"), [("exits", "SystemExit"), ("leaks", "CancelledError")])
-def test_what_would_end_a_worker_or_a_task_is_the_row_s_fault(
+def test_exit_and_cancellation_in_a_loop_fail_the_row_and_not_the_worker(
     with_one: Shared, column: str, name: str
 ) -> None:
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
@@ -356,7 +364,7 @@ def test_a_cancelled_session_leaves_the_worker_usable(with_one: Shared) -> None:
     with_one(use, gate)
 
 
-def test_a_generation_that_its_loop_no_longer_waits_for_is_cancelled(with_one: Shared) -> None:
+def test_a_generation_abandoned_by_its_loop_is_cancelled(with_one: Shared) -> None:
     events: list[str] = []
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:

@@ -1,4 +1,4 @@
-"""Rollout workers on other machines: the same rows, begun again when one dies, strangers hung up on."""
+"""Remote rollout workers: the same rows as local loops, restarts after a kill, unauthorized connections closed."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generat
 
 
 @pytest.mark.slow
-def test_remote_workers_run_the_same_loops_and_outlive_a_death_and_strangers(tmp_path: Path) -> None:
+def test_remote_workers_give_the_same_rows_after_a_kill_and_unauthorized_connections(tmp_path: Path) -> None:
     renderer = Renderer(TOKENIZER, context=96)
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     rows = [Prompt(f"00000-{i:07d}", i, 0, "add", text=f"{i} + {i} =") for i in range(6)]
@@ -69,14 +69,14 @@ def test_remote_workers_run_the_same_loops_and_outlive_a_death_and_strangers(tmp
             first = workers.pids
 
             async def check() -> None:
-                there = await asyncio.gather(*(workers.run(row, context(row)) for row in rows))
-                for row, (remote,) in zip(rows, there, strict=True):
+                results = await asyncio.gather(*(workers.run(row, context(row)) for row in rows))
+                for row, (remote,) in zip(rows, results, strict=True):
                     (local,) = await LoopChoice(AGENT).of(row).run(row, context(row))
                     assert (remote.key, remote.tokens.tolist()) == (local.key, local.tokens.tolist())
 
             await check()
-            board: Any = open_line.__self__  # type: ignore[attr-defined]
-            host, _, port = board._address.rpartition(":")
+            listener: Any = open_line.__self__  # type: ignore[attr-defined]
+            host, _, port = listener._address.rpartition(":")
             for greeting in (
                 b"GET / HTTP/1.1\r\n\r\n",
                 b"\xff" * 64,
@@ -86,14 +86,18 @@ def test_remote_workers_run_the_same_loops_and_outlive_a_death_and_strangers(tmp
                 reader, writer = await asyncio.open_connection(host, int(port))
                 writer.write(greeting)
                 writer.write_eof()
-                assert await asyncio.wait_for(reader.read(), 20) == b"", "a stranger is hung up on"
+                assert await asyncio.wait_for(reader.read(), 20) == b"", (
+                    "the unauthorized connection stays open"
+                )
                 writer.close()
             os.kill(first[0], signal.SIGKILL)
             await check()
-            assert workers.pids[0] != first[0] and workers.pids[1] == first[1], "it is started again"
+            assert workers.pids[0] != first[0] and workers.pids[1] == first[1], (
+                "only the killed worker must be restarted"
+            )
             processes.full = True
             os.kill(workers.pids[0], signal.SIGKILL)
-            await check()  # by the other one alone
+            await check()  # the remaining worker runs every row
             pids = [*first, *workers.pids]
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 

@@ -1,4 +1,4 @@
-"""The run's side of a worker that sends what it should not: the row fails, or the worker is given up, and no session waits for ever."""
+"""The run's side of a worker that sends invalid messages: the row fails or the worker is given up; no session hangs."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -27,7 +27,7 @@ class Writer:
 
 
 class Line:
-    """A connection to no process: the test says what the worker sends."""
+    """A connection without a process behind it: the test feeds what the worker would send."""
 
     pid = 1
 
@@ -63,7 +63,7 @@ def with_channel(use: Callable[[WorkerChannel, Line, list[int]], Coroutine[Any, 
     asyncio.run(body())
 
 
-def test_an_unknown_stop_reason_is_refused_where_the_loop_returned_it() -> None:
+def test_an_unknown_stop_reason_is_reported_by_the_worker_as_a_lost_output() -> None:
     key, body, lost = wire.pack_output(trajectory(0, "stop"))
     assert (key, body) == ("p_0_0", b"")
     assert lost == (
@@ -72,7 +72,7 @@ def test_an_unknown_stop_reason_is_refused_where_the_loop_returned_it() -> None:
     assert wire.unpack_output(key, body, lost) == LostOutput(key, lost)
 
 
-def test_outputs_that_cannot_be_read_fail_their_session_alone() -> None:
+def test_outputs_that_cannot_be_decoded_fail_only_their_session() -> None:
     async def use(channel: WorkerChannel, line: Line, ended: list[int]) -> None:
         bad, good = (asyncio.create_task(channel.run(session(number))) for number in range(2))
         await asyncio.sleep(0)
@@ -86,7 +86,7 @@ def test_outputs_that_cannot_be_read_fail_their_session_alone() -> None:
     with_channel(use)
 
 
-def test_a_worker_that_sends_nonsense_is_ended_and_its_sessions_are_free() -> None:
+def test_a_worker_that_sends_an_unreadable_frame_is_closed_and_its_sessions_raise_worker_died() -> None:
     async def use(channel: WorkerChannel, line: Line, ended: list[int]) -> None:
         waiting = [asyncio.create_task(channel.run(session(number))) for number in range(2)]
         await asyncio.sleep(0)
@@ -99,7 +99,9 @@ def test_a_worker_that_sends_nonsense_is_ended_and_its_sessions_are_free() -> No
     with_channel(use)
 
 
-def test_a_worker_that_is_never_ready_is_no_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_not_ready_within_the_start_timeout_is_closed_with_a_cluster_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sessions_module, "_START_S", 0.01)
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""The critic's port: strangers learn nothing, and no request changes or ends it."""
+"""The critic's port: requests need its token, and no invalid request crashes or changes the critic."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from understudy.trainers.critic.messages import PATH, for_critic
 MUTATIONS = 400
 
 
-def asking() -> tuple[TestClient, bytes]:
+def client_and_values_frame() -> tuple[TestClient, bytes]:
     critic, batch = critic_and_batch()
     facts, columns = batch_columns(for_critic(batch))
     values = pack({"do": "values", "batch": facts, "max_tokens": 64}, columns)
@@ -24,19 +24,19 @@ def asking() -> tuple[TestClient, bytes]:
 @pytest.mark.parametrize(
     "token", ["", "Bearer", "Bearer no", "Bearer secretx", "Basic secret", "bearer secret"]
 )
-def test_a_stranger_is_refused(token: str) -> None:
-    client, values = asking()
+def test_a_request_to_the_critic_with_a_wrong_token_is_refused(token: str) -> None:
+    client, values = client_and_values_frame()
     assert client.post(PATH, content=values, headers={"Authorization": token}).status_code == 401
     assert client.get("/health", headers={"Authorization": token}).json() == {"status": "ok"}
 
 
-def test_no_frame_ends_it_or_changes_what_it_answers() -> None:
-    client, values = asking()
+def test_invalid_frames_neither_crash_the_critic_nor_change_its_answers() -> None:
+    client, values = client_and_values_frame()
     expected = client.post(PATH, content=values).content
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
 
     def number(below: int) -> int:
-        return int(torch.randint(below, (), generator=chance))
+        return int(torch.randint(below, (), generator=rng))
 
     for frame in (b"", b"x", values[:20], values[:-1], values + b"\0", b"\xff" * 64):
         answer = client.post(PATH, content=frame)

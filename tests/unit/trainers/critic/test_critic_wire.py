@@ -1,4 +1,4 @@
-"""Commands to a remote critic and its answers: nothing of a number or of an error is lost on the way."""
+"""Commands to a remote critic and its answers: numbers and errors survive encoding and decoding."""
 
 import json
 import math
@@ -47,24 +47,24 @@ def update(batch: Batch) -> bytes:
     return pack({"do": "update", "batch": facts, "max_tokens": 64, "ends_step": True}, columns)
 
 
-def test_updates_and_values_by_command_are_those_by_call() -> None:
-    (near, batch), (far, _) = critic_and_batch(), critic_and_batch()
-    commands = CriticCommands(far)
+def test_critic_updates_and_values_by_command_equal_those_by_direct_call() -> None:
+    (direct_critic, batch), (command_critic, _) = critic_and_batch(), critic_and_batch()
+    commands = CriticCommands(command_critic)
     facts, columns = batch_columns(for_critic(batch))
     _, found = unpack(commands.carry_out(pack({"do": "values", "batch": facts, "max_tokens": 64}, columns)))
     values = jagged_from("values", found)
-    assert values is not None and torch.equal(values.values, near.values(batch, 64).values)
-    expected = near.update(batch, weights_of(batch), 64, True)
+    assert values is not None and torch.equal(values.values, direct_critic.values(batch, 64).values)
+    expected = direct_critic.update(batch, weights_of(batch), 64, True)
     answer, _ = unpack(commands.carry_out(update(batch)))
     result = result_from(answer["result"])
-    assert answer["step"] == near.policy.step == 1
+    assert answer["step"] == direct_critic.policy.step == 1
     assert {**result_as_json(result), "seconds": 0} == {**result_as_json(expected), "seconds": 0}
     assert result.metrics == expected.metrics and result.row_losses == expected.row_losses
     answer, _ = unpack(commands.carry_out(pack({"do": "skip_step"}, {})))
     assert answer["step"] == 2
 
 
-def test_a_state_travels_in_parts_and_comes_back_whole() -> None:
+def test_a_critics_state_sent_in_parts_is_restored_in_full() -> None:
     critic, batch = critic_and_batch()
     critic.update(batch, weights_of(batch), 64, True)
     commands, fresh = CriticCommands(critic), critic_and_batch()[0]
@@ -89,7 +89,7 @@ def test_a_state_travels_in_parts_and_comes_back_whole() -> None:
     assert one.loss == other.loss and one.grad_norm == other.grad_norm
 
 
-def test_a_broken_update_names_its_rows_and_leaves_the_weights_alone() -> None:
+def test_a_failed_critic_update_names_its_rows_and_leaves_the_weights_unchanged() -> None:
     critic, batch = critic_and_batch()
     before = {name: tensor.clone() for name, tensor in critic.state().model.items()}
     assert batch.returns is not None
@@ -102,19 +102,19 @@ def test_a_broken_update_names_its_rows_and_leaves_the_weights_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyError, LossInputError, CheckpointError, RankLost])
-def test_an_error_is_of_the_kind_it_was(kind: type[Exception]) -> None:
+def test_errors_of_the_critic_keep_their_type_over_the_wire(kind: type[Exception]) -> None:
     error = refusal_from(json.loads(json.dumps(refusal_as_json(kind("so it is")))))  # type: ignore[arg-type]
     assert type(error) is kind and str(error) == "so it is"
 
 
-def test_a_full_gpu_is_told_as_such_and_an_unknown_kind_is_still_an_error() -> None:
+def test_out_of_memory_keeps_its_type_and_an_unknown_error_becomes_a_policy_error() -> None:
     full = refusal_from(refusal_as_json(torch.OutOfMemoryError("CUDA out of memory.")))
     assert isinstance(full, torch.OutOfMemoryError)
     for kind in ("Gone", "Sequence"):
         assert isinstance(refusal_from({"kind": kind, "message": "m"}), PolicyError)
 
 
-def test_numbers_that_are_none_survive() -> None:
+def test_infinity_and_nan_survive_the_critics_wire_format() -> None:
     critic, batch = critic_and_batch()
     result = critic.update(batch, weights_of(batch), 64, True)
     sent = result_as_json(result) | {"loss": math.inf, "grad_norm": math.nan}

@@ -1,4 +1,4 @@
-"""A critic's process seen from the trainer: who waits for it, and how its end is told."""
+"""The critic's process as seen by the trainer: who waits for it, and how its death is reported."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from understudy.run.vitals import waits
 from understudy.serving.endpoint import Endpoint
 from understudy.trainers.critic.remote import CriticWatch, RemoteCritic
 
-# A server that is alive and never answers a command: it stands for a critic in the midst of a long update.
+# A server that is alive and never answers a command, like a critic in the middle of a long update.
 SERVER = """
 import http.server, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -53,8 +53,8 @@ def child(tmp_path: Path) -> Iterator[Child]:
     process.stdout.close()
 
 
-async def asked_and_disturbed(child: Child, disturb: Any, **watching: float) -> tuple[Any, list[str], float]:
-    """What a learner's thread got for its question, what the wait graph said meanwhile, and how long after the disturbance."""
+async def ask_and_disturb(child: Child, disturb: Any, **watching: float) -> tuple[Any, list[str], float]:
+    """Calls the critic from a thread and then `disturb`. Returns the error, the wait graph and the seconds until it."""
     watch = CriticWatch(child, **watching)
     channel = HostChannel("critic", Endpoint(child.ready["url"]))
     critic = RemoteCritic(channel, watch, CriticConfig())
@@ -89,32 +89,34 @@ async def asked_and_disturbed(child: Child, disturb: Any, **watching: float) -> 
     return (got[0] if got else None), chains, took
 
 
-def test_a_killed_process_is_told_at_once_with_its_log(child: Child) -> None:
+def test_a_killed_critic_is_reported_at_once_with_its_log(child: Child) -> None:
     kill = lambda *_: os.kill(child.process.pid, signal.SIGKILL)  # noqa: E731
-    error, chains, took = asyncio.run(asked_and_disturbed(child, kill))
+    error, chains, took = asyncio.run(ask_and_disturb(child, kill))
     assert isinstance(error, CriticLost) and took < 5
     assert str(error).startswith("the critic was killed by SIGKILL") and str(child.log) in str(error)
     (chain,) = chains
     assert chain.startswith("train waits for the critic: values of 14 rows (")
 
 
-def test_a_stopped_process_is_given_up_after_its_silence(child: Child) -> None:
+def test_a_frozen_critic_is_given_up_after_silence_s(child: Child) -> None:
     stop = lambda *_: os.kill(child.process.pid, signal.SIGSTOP)  # noqa: E731
-    error, _, took = asyncio.run(asked_and_disturbed(child, stop, beat_s=0.1, silence_s=1.0))
+    error, _, took = asyncio.run(ask_and_disturb(child, stop, beat_s=0.1, silence_s=1.0))
     assert isinstance(error, CriticLost) and took < 10
     assert "the critic lives and has done nothing for 1 s (" in str(error)
 
 
-def test_the_end_of_a_run_lets_go_of_whoever_waits(child: Child) -> None:
+def test_the_end_of_the_run_releases_a_thread_that_waits_for_the_critic(child: Child) -> None:
     def leave(watch: CriticWatch, channel: HostChannel) -> None:
         watch.expect_exit()
         channel.give_up("the run ends")
 
-    error, _, took = asyncio.run(asked_and_disturbed(child, leave))
+    error, _, took = asyncio.run(ask_and_disturb(child, leave))
     assert isinstance(error, CriticLost) and took < 2 and "the run ends" in str(error)
 
 
-def test_its_own_last_words_come_first(child: Child, tmp_path: Path) -> None:
+def test_the_error_of_a_dead_critic_begins_with_the_last_line_of_its_log(
+    child: Child, tmp_path: Path
+) -> None:
     watch = CriticWatch(replace(child, log_start=len("loading\n")))
     assert watch.lost() is None
     with child.log.open("a") as log:
@@ -127,4 +129,4 @@ def test_its_own_last_words_come_first(child: Child, tmp_path: Path) -> None:
     )
     after_the_run = CriticWatch(child)
     after_the_run.expect_exit()
-    assert after_the_run.lost() is None, "after the run it may end"
+    assert after_the_run.lost() is None, "an expected exit must not count as a loss"

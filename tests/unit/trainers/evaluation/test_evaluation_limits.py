@@ -1,4 +1,4 @@
-"""Evaluations keep to the limits of the rollouts."""
+"""Evaluations respect the token limits of rollouts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from understudy.types.trajectory import StopReason, Trajectory
 USER = {"role": "user", "content": "Go on."}
 
 
-class Writing:
-    """Writes as many tokens as it is asked for."""
+class EngineOfFullLength:
+    """Generates exactly as many tokens as it is asked for."""
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         return [self._written(request.sampling.max_new_tokens) for request in requests]
@@ -31,10 +31,10 @@ class Writing:
         )
 
 
-class Talking:
-    """Asks for turn after turn, until no token fits."""
+class EndlessConversation:
+    """A loop that asks for turns until no token fits."""
 
-    def of(self, prompt: Prompt) -> "Talking":
+    def of(self, prompt: Prompt) -> "EndlessConversation":
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
@@ -47,15 +47,20 @@ class Talking:
             return conversations.finish()
 
 
-class Rewarding:
+class NoReward:
     names = "none"
 
     async def score(self, prompt: Prompt, written: Trajectory) -> Trajectory:
         return written
 
 
-def test_the_turns_of_an_answer_share_the_budget_of_a_trajectory() -> None:
-    parts: list[Any] = [Writing(), Talking(), Rewarding(), Renderer(chat_tokenizer("chatml"), context=400)]
+def test_the_turns_of_an_evaluated_answer_share_max_generated() -> None:
+    parts: list[Any] = [
+        EngineOfFullLength(),
+        EndlessConversation(),
+        NoReward(),
+        Renderer(chat_tokenizer("chatml"), context=400),
+    ]
     evaluator = Evaluator(*parts, Sampling(8), 400, 4, deadline_seconds=20, max_generated=20)
     (answer,) = asyncio.run(evaluator.greedy([Prompt("p", 0, 0, "", messages=(USER,))]))
     assert not evaluator.failures

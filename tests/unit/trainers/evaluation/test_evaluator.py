@@ -55,8 +55,8 @@ class TwoDrafts:
         return outputs
 
 
-class Leaking(TwoDrafts):
-    """Awaits a task of its own that was cancelled, on one problem."""
+class AwaitsCancelledTask(TwoDrafts):
+    """For one problem, awaits a task that it has cancelled."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         if prompt.ordinal == 1:
@@ -66,41 +66,43 @@ class Leaking(TwoDrafts):
         return (await super().run(prompt, context))[:1]
 
 
-class Exiting(TwoDrafts):
+class RaisesSystemExit(TwoDrafts):
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         if prompt.ordinal == 1:
             raise SystemExit(0)
         return (await super().run(prompt, context))[:1]
 
 
-class Careless(TwoDrafts):
+class UnknownStopReason(TwoDrafts):
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         (one, _) = await super().run(prompt, context)
         return [replace(one, stop_reason="stop")] if prompt.ordinal == 1 else [one]  # type: ignore[arg-type]
 
 
-def evaluated(loops: Any) -> tuple[Evaluator, Engine]:
+def evaluate(loops: Any) -> tuple[Evaluator, Engine]:
     engine, sampling = Engine(), Sampling(max_new_tokens=8, stop_ids=(TOKENIZER.eos_token_id,))
     evaluator = Evaluator(engine, loops, Rewards([], RENDERER), RENDERER, sampling, 1024, 64, 5.0)  # type: ignore[arg-type]
     assert len(asyncio.run(asyncio.wait_for(evaluator.greedy(PROBLEMS), 20))) == len(PROBLEMS)
     return evaluator, engine
 
 
-@pytest.mark.parametrize(("loops", "name"), [(Leaking(), "CancelledError"), (Exiting(), "SystemExit")])
-def test_what_would_end_the_evaluation_is_the_problem_s_own_fault(loops: Any, name: str) -> None:
-    evaluator, _ = evaluated(loops)
+@pytest.mark.parametrize(
+    ("loops", "name"), [(AwaitsCancelledTask(), "CancelledError"), (RaisesSystemExit(), "SystemExit")]
+)
+def test_exit_and_cancellation_in_an_evaluated_loop_fail_only_its_problem(loops: Any, name: str) -> None:
+    evaluator, _ = evaluate(loops)
     assert [(one.prompt.ordinal, one.reason) for one in evaluator.failures] == [
         (1, f"RuntimeError: {name}" + ": 0" * (name == "SystemExit"))
     ]
 
 
-def test_a_loop_that_asks_for_two_generations_at_once_gets_them_one_after_another() -> None:
-    evaluator, engine = evaluated(TwoDrafts())
+def test_concurrent_generations_of_an_evaluated_loop_are_served_one_after_another() -> None:
+    evaluator, engine = evaluate(TwoDrafts())
     assert not evaluator.failures
     assert engine.batches == [[f"{one.key}/0/{turn}" for one in PROBLEMS] for turn in range(2)]
 
 
-def test_an_unknown_stop_reason_is_the_problem_s_own_fault() -> None:
-    evaluator, _ = evaluated(Careless())
+def test_an_unknown_stop_reason_fails_only_its_evaluated_problem() -> None:
+    evaluator, _ = evaluate(UnknownStopReason())
     (failed,) = evaluator.failures
     assert failed.prompt.ordinal == 1 and "stop_reason = 'stop'; expected one of 'eos'" in failed.reason

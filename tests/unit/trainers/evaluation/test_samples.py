@@ -1,4 +1,4 @@
-"""Held-out answers are written to samples.jsonl whatever type the row's reference answer has."""
+"""Evaluated answers are written to samples.jsonl for every type of reference answer."""
 
 import datetime
 import json
@@ -28,7 +28,9 @@ from understudy.types.trajectory import StopReason, Trajectory
         (["42", "forty-two"], ["42", "forty-two"]),
     ],
 )
-def test_an_answer_from_parquet_of_any_type(tmp_path: Path, answer: Any, written: Any) -> None:
+def test_samples_jsonl_takes_reference_answers_of_every_parquet_type(
+    tmp_path: Path, answer: Any, written: Any
+) -> None:
     table = pyarrow.Table.from_pylist([{"prompt": "6 * 7", "answer": answer}])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     prompts = eval_prompts(load_dataset(tmp_path / "rows.parquet", "data.eval"), None)

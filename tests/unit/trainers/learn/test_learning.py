@@ -1,4 +1,4 @@
-"""One step of the trainer against the same step written out by hand with transformers and torch alone."""
+"""One step of the trainer compared with the same step written by hand with only transformers and torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIP = (0.2, 0.28)
 
 
 def group_advantages(batch: Batch, kind: str) -> list[float]:
-    """GRPO or RLOO by hand; rows of a prompt lie together, two each."""
+    """GRPO or RLOO advantages by hand. The two rows of each prompt are adjacent."""
     found = []
     for start in range(0, len(batch), 2):
         rewards = batch.rewards[start : start + 2]
@@ -72,7 +72,7 @@ def test_epochs_of_uneven_mini_batches_equal_ppo_by_hand(kind: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     result = learn(learner, batch)
-    assert drift > 0.3, "the ratios must have moved, or nothing was tested"
+    assert drift > 0.3, "the ratios must differ from 1, or the clipping is not tested"
     assert result.updates == 6 and (learner.policy.step, learner.policy.updates) == (1, 6)
     assert result.loss == pytest.approx(mean(losses), abs=1e-5)
     assert_same_weights(learner.policy.model, student)
@@ -88,7 +88,7 @@ def test_epochs_of_uneven_mini_batches_equal_ppo_by_hand(kind: str) -> None:
     )
 
 
-def test_the_schedule_counts_steps_not_updates() -> None:
+def test_the_learning_rate_schedule_counts_steps_and_not_updates() -> None:
     recipe = recipe_of(
         trainer={"epochs": 2, "mini_batch_size": 4, "schedule": "linear", "steps": 4, "learning_rate": 1e-3}
     )
@@ -98,8 +98,8 @@ def test_the_schedule_counts_steps_not_updates() -> None:
     assert (learner.policy.step, learner.policy.updates) == (3, 12)
 
 
-def test_one_update_is_the_policy_s_own() -> None:
-    """Nothing is computed beforehand, and the result is that of a bare update, to the bit."""
+def test_a_step_of_one_update_equals_a_bare_policy_update_to_the_bit() -> None:
+    """It also computes no old logprobs beforehand."""
     recipe = recipe_of()
     learner, other = learner_of(recipe), learner_of(recipe)
     batch = batch_of()
@@ -127,7 +127,7 @@ def test_measuring_the_mismatch_does_not_change_the_update() -> None:
 
 
 def with_given(batch: Batch, given: set[int]) -> Batch:
-    """These rows as answers of the data: without logprobs, and with rewards that no student has."""
+    """The batch with these rows as given answers: without logprobs, and with rewards that no student's row has."""
     origins = tuple("data" if row in given else "student" for row in range(len(batch)))
     logprobs = [
         torch.full_like(values, float("nan")) if row in given else values
@@ -139,7 +139,7 @@ def with_given(batch: Batch, given: set[int]) -> Batch:
 
 @pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
 def test_given_answers_have_no_ratio_group_or_policy_gradient(kind: str) -> None:
-    """Two updates with a correction. One group lacks a row, one has a single row left, one is given as a whole."""
+    """Two updates with a correction. Groups have one given row, one student row, or only given rows."""
     given = {0, 4, 5, 6, 7, 8}
     recipe = recipe_of(
         rollout={"n": 3, "off_policy": 0.3},
@@ -201,7 +201,7 @@ def test_a_step_of_given_answers_alone_is_plain_cross_entropy() -> None:
     assert found["actor/pg_loss"] == 0 and "actor/ppo_kl" not in found and "rollout_corr/kl" not in found
 
 
-def test_correction_weighs_by_old_over_behaviour() -> None:
+def test_correction_weights_are_the_ratio_of_old_to_behaviour_probabilities() -> None:
     recipe = recipe_of(loss={"correction": {"weigh": "token", "cap": 1.5, "drop": "geometric", "low": 0.3}})
     batch, learner, student = batch_of(), learner_of(recipe), model()
     optimizer = adamw(student)
@@ -296,7 +296,7 @@ def take_step(loss: torch.Tensor, trained: nn.Module, optimizer: torch.optim.Opt
     optimizer.step()
 
 
-def test_the_critic_may_go_first() -> None:
+def test_only_the_critic_is_trained_during_only_steps() -> None:
     recipe = recipe_of(loss={"advantage": "gae"}, critic={"only_steps": 2, "learning_rate": 1e-2})
     learner = learner_of(recipe)
     before = [parameter.clone() for parameter in learner.policy.model.parameters()]
@@ -311,7 +311,7 @@ def test_the_critic_may_go_first() -> None:
 
 
 @pytest.mark.parametrize("where", ["reward", "loss"])
-def test_reference_penalty_by_hand(where: str) -> None:
+def test_the_reference_kl_penalty_equals_the_step_by_hand(where: str) -> None:
     recipe = recipe_of(
         loss={
             "advantage": "rloo",
@@ -342,7 +342,7 @@ def test_reference_penalty_by_hand(where: str) -> None:
     assert_same_weights(learner.policy.model, student)
 
 
-def test_overlong_rows_are_dropped_and_the_penalty_is_soft() -> None:
+def test_overlong_rows_are_dropped_or_penalized_in_proportion_to_their_length() -> None:
     batch = batch_of()
     cut = [row for row, reason in enumerate(batch.stop_reasons) if reason == "length"]
     assert 0 < len(cut) < len(batch)
@@ -366,8 +366,8 @@ def test_overlong_rows_are_dropped_and_the_penalty_is_soft() -> None:
     assert metrics["critic/rewards/mean"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_overlong_penalty_of_several_turns_begins_near_their_common_budget() -> None:
-    """Rows of at most 6 tokens, written in turns of at most 2: only the budget of all turns counts."""
+def test_the_overlong_penalty_of_multi_turn_rows_uses_max_trajectory_tokens() -> None:
+    """Rows of at most 6 tokens in turns of at most 2: only the budget of all turns counts."""
     batch = batch_of()
     rollout = {"agent": "tool", "max_new_tokens": 2, "overlong_buffer": 4}
     for budget, changed in ((1000, False), (6, True)):
@@ -376,7 +376,7 @@ def test_the_overlong_penalty_of_several_turns_begins_near_their_common_budget()
         assert (rewarded != pytest.approx(mean(batch.rewards))) == changed
 
 
-def test_a_batch_with_nothing_left_passes_by() -> None:
+def test_a_batch_without_remaining_rows_makes_a_step_without_an_update() -> None:
     batch = batch_of()
     all_cut = Batch(
         batch.keys,
@@ -395,8 +395,10 @@ def test_a_batch_with_nothing_left_passes_by() -> None:
 @pytest.mark.parametrize(
     ("rewards", "message"), [((1.0, 1.0), "all are 1"), ((0.0, 1.0), "all sessions of each prompt")]
 )
-def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, float], message: str) -> None:
-    """Prompts differ in their reward or not; the sessions of each agree, so nothing is learnt."""
+def test_a_run_without_any_advantage_in_its_first_three_steps_is_warned_once(
+    rewards: tuple[float, float], message: str
+) -> None:
+    """All sessions of a prompt have the same reward, with or without differences between prompts."""
     notes: list[str] = []
     flat = [rewards[row // 2 % 2] for row in range(14)]
     batch = replace(batch_of(), rewards=tuple(flat))
@@ -409,4 +411,4 @@ def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, floa
     later.state.view.note = notes.append
     for made in (batch_of(), batch, batch, batch, batch):
         learn(later, made)
-    assert len(notes) == 1, "one step with an advantage is enough"
+    assert len(notes) == 1, "one step with an advantage must prevent the note"

@@ -1,4 +1,4 @@
-"""Which rows each optimizer step sees, and how their results add up."""
+"""The rows of each optimizer step, and how the results of several steps are combined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keys_of(prompts: int, sessions: int) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 10), st.integers(1, 3), st.integers(0, 5))
-def test_every_epoch_sees_every_row_once(
+def test_every_epoch_of_mini_batches_contains_every_row_once(
     prompts: int, sessions: int, each: int, epochs: int, step: int
 ) -> None:
     keys = keys_of(prompts, sessions)
@@ -29,24 +29,24 @@ def test_every_epoch_sees_every_row_once(
         assert sorted(row for rows in mine for row in rows) == list(range(len(keys)))
         sizes = [len({keys[row].split("_")[0] for row in rows}) for rows in mine]
         assert max(sizes) <= each and max(sizes) - min(sizes) <= 1
-        assert sum(sizes) == prompts, "the sessions of a prompt stay together"
+        assert sum(sizes) == prompts, "the sessions of a prompt must stay together"
 
 
-def test_order_follows_from_seed_step_and_epoch_alone() -> None:
+def test_the_order_of_mini_batches_depends_only_on_seed_step_and_epoch() -> None:
     keys = keys_of(9, 2)
     first = split_rows(keys, range(18), 4, 2, seed=1, step=3)
     assert first == split_rows(keys, range(18), 4, 2, seed=1, step=3)
-    assert first[:3] != first[3:], "each epoch has an order of its own"
+    assert first[:3] != first[3:], "each epoch must have another order"
     for other in ({"seed": 2, "step": 3}, {"seed": 1, "step": 4}):
         assert split_rows(keys, range(18), 4, 2, **other) != first
     shuffled = [keys[(5 * i) % 18] for i in range(18)]
     named = [sorted(shuffled[row] for row in rows) for rows in split_rows(shuffled, range(18), 4, 2, 1, 3)]
     assert named == [sorted(keys[row] for row in rows) for rows in first], (
-        "the order of arrival does not matter"
+        "the order of the rows in the batch must not matter"
     )
 
 
-def test_whole_batches_stay_as_they_are() -> None:
+def test_rows_are_not_split_or_shuffled_without_mini_batches() -> None:
     keys = keys_of(3, 2)
     assert split_rows(keys, range(6), None, 1, 0, 0) == [[0, 1, 2, 3, 4, 5]]
     assert split_rows(keys, range(6), 3, 2, 0, 0) == [[0, 1, 2, 3, 4, 5]] * 2
@@ -65,7 +65,7 @@ def result(loss: float, rows: tuple[float, ...], total: float, tokens: int) -> S
     )
 
 
-def test_results_of_a_step_add_up() -> None:
+def test_combine_sums_and_averages_the_results_of_all_updates_of_a_step() -> None:
     """Two epochs over rows 0 and 2 of three, a mini-batch each."""
     parts = [
         ([2], result(1.0, (6.0,), 8.0, 4)),
@@ -78,10 +78,12 @@ def test_results_of_a_step_add_up() -> None:
     assert whole.row_losses == (3.0, 0.0, 4.0) and whole.row_tokens == (2, 0, 2)
     assert whole.row_distill == (1.5, 0.0, 2.0)
     assert whole.metrics["loss"].result() == 3.0
-    assert whole.metrics["mean"].result() == pytest.approx(16 / 12), "a token weighs the same in every update"
+    assert whole.metrics["mean"].result() == pytest.approx(16 / 12), (
+        "tokens of every update must weigh the same"
+    )
     assert whole.tokens == 40 and whole.seconds == {"compute": 4.0}
 
 
-def test_one_update_of_the_whole_batch_is_handed_through() -> None:
+def test_combine_returns_the_result_of_a_single_update_unchanged() -> None:
     only = result(1.0, (6.0,), 8.0, 4)
     assert combine([([0], only)], 1) is only

@@ -1,4 +1,4 @@
-"""A step on a remote batch equals the step on the rows themselves to the bit, whatever the objective needs of them."""
+"""A step on a remote batch equals the step on local rows to the bit, for every kind of objective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from understudy.types.jagged import Jagged
 
 
 class Rows:
-    """A `RowSource` in memory: what was fetched of it, and whether it still answers."""
+    """A `RowSource` in memory that records what was fetched. With `works = False` only its disk answers."""
 
     def __init__(self, batch: Batch, works: bool = True) -> None:
         self.batch, self.works = batch, works
@@ -54,7 +54,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 OWN_MODEL = {"correction", "reference", "critic", "mini-batches", "given answers"}
-"""Those for which the trainer's process looks at the rows' tokens itself."""
+"""Recipes for which the trainer's process itself reads the rows' tokens."""
 
 
 def remote(batch: Batch, source: Rows, fields: tuple[str, ...] = FIELDS) -> RemoteBatch:
@@ -70,7 +70,7 @@ def remote(batch: Batch, source: Rows, fields: tuple[str, ...] = FIELDS) -> Remo
 
 
 def with_given(batch: Batch) -> Batch:
-    """Every third row as an answer of the data."""
+    """The batch with every third row as a given answer."""
     given = [row % 3 == 0 for row in range(len(batch))]
     logprobs = [
         torch.full_like(one, float("nan")) if given[row] else one
@@ -81,7 +81,7 @@ def with_given(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_by_name_is_the_step_itself(name: str) -> None:
+def test_a_step_on_a_remote_batch_equals_the_step_on_local_rows_to_the_bit(name: str) -> None:
     recipe, batch = recipe_of(**RECIPES[name]), batch_of()
     if name == "given answers":
         batch = with_given(batch)
@@ -94,10 +94,12 @@ def test_a_step_by_name_is_the_step_itself(name: str) -> None:
     weights = dict(local_system.policy.named_weights())
     assert all(torch.equal(weights[n], w) for n, w in remote_system.policy.named_weights())
     assert set(source.fetched) <= {FIELDS, STREAMS} and not source.from_disk_fields
-    assert (STREAMS in source.fetched) <= (name in OWN_MODEL), "by itself the trainer needs lengths alone"
+    assert (STREAMS in source.fetched) <= (name in OWN_MODEL), (
+        "without a model of its own the trainer must fetch only lengths"
+    )
 
 
-def test_what_the_trainer_needs_itself_comes_from_the_run_directory_when_the_queue_is_gone() -> None:
+def test_the_trainers_own_columns_are_read_from_the_run_directory_when_the_queue_is_lost() -> None:
     source = Rows(batch_of(), works=False)
     there, here = remote(batch_of(), source).streams(), batch_of()
     assert torch.equal(there.tokens.values, here.tokens.values) and there.rewards == here.rewards
@@ -105,8 +107,8 @@ def test_what_the_trainer_needs_itself_comes_from_the_run_directory_when_the_que
 
 
 @pytest.mark.parametrize("works", [True, False], ids=["queue", "run directory"])
-def test_the_trainers_own_rows_have_their_pictures(works: bool) -> None:
-    """A reference model reads them too. Columns of the teacher are left out."""
+def test_rows_fetched_by_the_trainer_include_their_pictures(works: bool) -> None:
+    """A reference model reads the pictures too. The teacher's columns are left out."""
     batch = batch_of()
     batch = replace(
         batch,

@@ -1,4 +1,4 @@
-"""`PausedClock`: a session's deadline stands still while its generation runs."""
+"""`PausedClock`: a session's deadline is suspended while its generation runs."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ async def generate(clock: asyncio.Timeout, started: asyncio.Event) -> None:
         await asyncio.sleep(3600)
 
 
-def test_a_generation_cancelled_after_its_session_ends_as_cancelled() -> None:
-    """A worker's session cancels its generations when it ends; they run as tasks of their own."""
+def test_a_generation_cancelled_after_its_sessions_deadline_block_ends_as_cancelled() -> None:
+    """A worker's session cancels its generations, which are separate tasks, when it ends."""
 
     async def scenario() -> asyncio.Task[None]:
         clock, started = asyncio.timeout(60), asyncio.Event()
@@ -26,7 +26,7 @@ def test_a_generation_cancelled_after_its_session_ends_as_cancelled() -> None:
     assert asyncio.run(scenario()).cancelled()
 
 
-def test_the_deadline_moves_by_the_time_of_the_generation() -> None:
+def test_the_sessions_deadline_is_extended_by_the_duration_of_the_generation() -> None:
     async def scenario() -> tuple[float, float | None, float]:
         async with asyncio.timeout(60) as clock:
             before = clock.when() or 0.0

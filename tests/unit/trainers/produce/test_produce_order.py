@@ -1,4 +1,4 @@
-"""Teachers are asked first; rollouts are journalled while they work, whatever comes of it."""
+"""The order of production: teachers are asked first, and rollouts are journalled while the teachers score."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Rewards:
 
 
 NO_LEARNER: Any = SimpleNamespace(settings=resolve(recipe_of(), gpus=0).learn, policy=None, critic=None)
-"""Nothing that could read rows ahead."""
+"""A learner without policy and critic, so that no rows are read ahead."""
 
 
 def producer_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> Any:
@@ -132,7 +132,9 @@ async def columns(plane: EmbeddedDataPlane) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deterministic: bool) -> None:
+def test_rollouts_are_journalled_while_the_teacher_has_not_answered(
+    tmp_path: Path, deterministic: bool
+) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         asked, speak = [], asyncio.Event()
 
@@ -147,7 +149,7 @@ def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deter
         while not all("tokens" in row for row in await columns(plane)) or len(asked) < len(PROMPTS):
             await asyncio.sleep(0.005)
         assert not step.done() and not any(SCORED in row for row in await columns(plane))
-        if deterministic:  # the first cohort's teacher knew of its rows before the journal did
+        if deterministic:  # the teacher was asked about the first batch before its rows were journalled
             assert not any(journalled for _, journalled in asked[:3])
         speak.set()
         await step
@@ -156,7 +158,7 @@ def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deter
     with_plane(tmp_path, work)
 
 
-def test_a_row_that_no_teacher_can_score_is_set_aside_with_its_rollout_written(tmp_path: Path) -> None:
+def test_a_row_that_no_teacher_can_score_is_journalled_and_becomes_a_dead_letter(tmp_path: Path) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         puts: list[str] = []
         put = plane.put
@@ -177,17 +179,17 @@ def test_a_row_that_no_teacher_can_score_is_set_aside_with_its_rollout_written(t
         assert producer.state.tally.dead_letters == 1
         held = await plane.list(PARTITION)
         assert len(held) == len(PROMPTS) - 1 and all(SCORED in row.columns for row in held.values())
-        assert puts.count("p0_0_0") == 1  # before it was set aside, not after
+        assert puts.count("p0_0_0") == 1  # it was journalled once, before it became a dead letter
 
     with_plane(tmp_path, work)
 
 
-class CutOff:
-    """An environment that cannot bear to be left in the midst of an episode."""
+class FailsWhenCancelled:
+    """A loop that turns its cancellation into a RuntimeError."""
 
     running = 0
 
-    def of(self, prompt: Prompt) -> CutOff:
+    def of(self, prompt: Prompt) -> FailsWhenCancelled:
         return self
 
     async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
@@ -195,19 +197,21 @@ class CutOff:
         try:
             await asyncio.Event().wait()
         finally:
-            raise RuntimeError("the episode was cut off")
+            raise RuntimeError("the episode was interrupted")
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, deterministic: bool) -> None:
-    """Whatever its loop says to that: the run may go on with it later. Its own deadline is another matter."""
+def test_a_cancelled_sample_is_no_dead_letter_but_one_past_its_deadline_is(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    """This holds also if its loop raises another error on cancellation: the run may continue with the sample later."""
 
     async def work(plane: EmbeddedDataPlane) -> None:
         async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
             return [scores_of(item) for item in items]
 
         producer = producer_of(plane, score, deterministic)
-        producer.rollouts.loops = CutOff()
+        producer.rollouts.loops = FailsWhenCancelled()
         step = asyncio.create_task(produce_step(producer, NO_LEARNER, PROMPTS, step=1))
         while producer.rollouts.loops.running < len(PROMPTS):
             await asyncio.sleep(0.005)
@@ -225,7 +229,7 @@ def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, determinist
 
 
 class TwoOutputs:
-    """Session 0 fails at once, session 1 returns two outputs later."""
+    """Session 0 fails at once; session 1 returns two outputs after 50 ms."""
 
     def of(self, prompt: Prompt) -> TwoOutputs:
         return self
@@ -240,7 +244,7 @@ class TwoOutputs:
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_outputs_of_a_session_whose_group_was_dropped_leave_nothing_behind(
+def test_outputs_of_a_session_whose_group_was_dropped_are_not_stored(
     tmp_path: Path, deterministic: bool, refused: bool
 ) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
@@ -283,10 +287,10 @@ def test_a_loop_that_returns_nothing_or_wrong_keys_is_a_dead_letter(tmp_path: Pa
     with_plane(tmp_path, work)
 
 
-class Unruly:
-    """Does what would end a run, or make a row that cannot be read back; the rest asks for two drafts at once."""
+class MisbehavingLoops:
+    """p0 exits, p1 awaits a cancelled task, p2 returns an unknown stop reason; others ask for two drafts at once."""
 
-    def of(self, prompt: Prompt) -> Unruly:
+    def of(self, prompt: Prompt) -> MisbehavingLoops:
         return self
 
     async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
@@ -305,13 +309,15 @@ class Unruly:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_unruly_loops_cost_their_own_rows_and_nothing_else(tmp_path: Path, deterministic: bool) -> None:
+def test_loops_that_exit_cancel_or_return_invalid_rows_fail_only_their_own_rows(
+    tmp_path: Path, deterministic: bool
+) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
             return [scores_of(item) for item in items]
 
         producer = producer_of(plane, score, deterministic)
-        producer.rollouts.loops = Unruly()
+        producer.rollouts.loops = MisbehavingLoops()
         await produce_step(producer, NO_LEARNER, PROMPTS, step=1)
         assert sorted(await plane.list(PARTITION)) == ["p3_0_0", "p4_0_0", "p5_0_0"]
         letters = (tmp_path / "dead_letters.jsonl").read_text()

@@ -31,12 +31,12 @@ def run_with_plane(folder: Path, work: Callable[[EmbeddedDataPlane], Awaitable[N
     asyncio.run(main())
 
 
-def written(key: str, number: int) -> Callable[[], RowsToWrite]:
+def row_to_write(key: str, number: int) -> Callable[[], RowsToWrite]:
     return lambda: RowsToWrite({key: {"tokens": np.full(number + 1, number, np.int32)}}, {key: {"n": number}})
 
 
-def counted(plane: EmbeddedDataPlane, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The keys of every put."""
+def record_puts(plane: EmbeddedDataPlane, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Records the keys of every put."""
     puts: list[list[str]] = []
     put = plane.put
 
@@ -48,14 +48,16 @@ def counted(plane: EmbeddedDataPlane, monkeypatch: pytest.MonkeyPatch) -> list[l
     return puts
 
 
-def test_one_put_for_all_and_everything_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_ready_in_the_same_turn_are_written_with_one_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [f"p{i}_0_0" for i in range(5)]
 
     async def work(plane: EmbeddedDataPlane) -> None:
         await plane.issue(PARTITION, keys, step=1)
-        puts = counted(plane, monkeypatch)
+        puts = record_puts(plane, monkeypatch)
         journal = RowJournal(plane)
-        await asyncio.gather(*(journal.put(written(key, i)) for i, key in enumerate(keys)))
+        await asyncio.gather(*(journal.put(row_to_write(key, i)) for i, key in enumerate(keys)))
         assert puts == [keys]
         await journal.put(lambda: RowsToWrite({keys[0]: {"teacher": "t"}}))
         assert puts[1:] == [keys[:1]]
@@ -66,12 +68,12 @@ def test_one_put_for_all_and_everything_is_there(tmp_path: Path, monkeypatch: py
     run_with_plane(tmp_path, work)
 
 
-def test_told_only_when_it_survives_a_kill(tmp_path: Path) -> None:
-    """A second plane over a copy of the folder, made the moment the sample is told, has the row."""
+def test_put_returns_only_after_the_row_would_survive_a_kill(tmp_path: Path) -> None:
+    """A second plane over a copy of the folder, taken when `put` returns, has the row."""
 
     async def work(plane: EmbeddedDataPlane) -> None:
         await plane.issue(PARTITION, ["p_0_0"], step=1)
-        await RowJournal(plane).put(written("p_0_0", 3))
+        await RowJournal(plane).put(row_to_write("p_0_0", 3))
         shutil.copytree(tmp_path / "a", tmp_path / "b")
 
     run_with_plane(tmp_path / "a", work)
@@ -84,21 +86,21 @@ def test_told_only_when_it_survives_a_kill(tmp_path: Path) -> None:
     run_with_plane(tmp_path / "b", look)
 
 
-def test_a_sample_that_is_not_wanted_is_dropped_alone(tmp_path: Path) -> None:
+def test_a_row_whose_group_was_dropped_is_not_written_and_others_are(tmp_path: Path) -> None:
     keys = ["p_0_0", "p_1_0", "q_0_0"]
 
     async def work(plane: EmbeddedDataPlane) -> None:
         await plane.issue(PARTITION, keys, step=1, group=GroupPolicy.DROP_GROUP)
-        await plane.dead_letter(PARTITION, "p_0_0", "broken", {})  # takes its sibling along
+        await plane.dead_letter(PARTITION, "p_0_0", "broken", {})  # drops its whole group
         journal = RowJournal(plane)
-        await asyncio.gather(journal.put(written("p_1_0", 1)), journal.put(written("q_0_0", 2)))
+        await asyncio.gather(journal.put(row_to_write("p_1_0", 1)), journal.put(row_to_write("q_0_0", 2)))
         held = await plane.list(PARTITION)
         assert list(held) == ["q_0_0"] and "tokens" in held["q_0_0"].columns
 
     run_with_plane(tmp_path, work)
 
 
-def test_a_sample_that_cannot_be_laid_out_fails_alone(tmp_path: Path) -> None:
+def test_a_row_whose_columns_cannot_be_built_fails_alone(tmp_path: Path) -> None:
     def broken() -> RowsToWrite:
         raise TypeError("no columns")
 
@@ -106,7 +108,7 @@ def test_a_sample_that_cannot_be_laid_out_fails_alone(tmp_path: Path) -> None:
         await plane.issue(PARTITION, ["p_0_0", "q_0_0"], step=1)
         journal = RowJournal(plane)
         results = await asyncio.gather(
-            journal.put(broken), journal.put(written("q_0_0", 2)), return_exceptions=True
+            journal.put(broken), journal.put(row_to_write("q_0_0", 2)), return_exceptions=True
         )
         assert isinstance(results[0], TypeError) and results[1] is None
         assert "tokens" in (await plane.list(PARTITION))["q_0_0"].columns
@@ -114,26 +116,26 @@ def test_a_sample_that_cannot_be_laid_out_fails_alone(tmp_path: Path) -> None:
     run_with_plane(tmp_path, work)
 
 
-def test_a_plane_that_cannot_write_is_everybodys_trouble(tmp_path: Path) -> None:
+def test_a_failed_put_fails_every_row_written_with_it(tmp_path: Path) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         journal = RowJournal(plane)
         await plane.issue(PARTITION, ["p_0_0", "q_0_0"], step=1)
         nonsense = RowsToWrite({"p_0_0": {"tokens": object()}})  # type: ignore[dict-item]
         results = await asyncio.gather(
-            journal.put(lambda: nonsense), journal.put(written("q_0_0", 2)), return_exceptions=True
+            journal.put(lambda: nonsense), journal.put(row_to_write("q_0_0", 2)), return_exceptions=True
         )
         assert all(isinstance(result, DataPlaneError) for result in results)
 
     run_with_plane(tmp_path, work)
 
 
-def test_a_cancelled_sample_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_row_whose_sample_was_cancelled_is_still_written(tmp_path: Path) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         await plane.issue(PARTITION, ["p_0_0", "q_0_0"], step=1)
         journal = RowJournal(plane)
 
         async def sample(key: str, number: int) -> None:
-            await journal.put(written(key, number))
+            await journal.put(row_to_write(key, number))
 
         given_up, other = asyncio.create_task(sample("p_0_0", 1)), asyncio.create_task(sample("q_0_0", 2))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Remote rows are scored through a worker where one can, and fetched by the trainer's process where none can."""
+"""Remote rows are scored through a worker if one can do it, and otherwise fetched by the trainer's process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ CANARY = ScoreItem("fixed tokens", np.array([1, 2, 3], np.int32), np.array([1, 2
 
 
 class Direct:
-    """The client of a replica in this process. Its scores are a function of teacher and tokens."""
+    """A replica's client in this process. Its scores are a function of teacher and tokens."""
 
     def __init__(self, teacher: str = "math") -> None:
         self.teacher, self.asked = teacher, list[ScoreItem]()
@@ -118,7 +118,7 @@ STORED = wire.ScoreAnswer(
 )
 
 
-def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_is_preferred() -> None:
+def test_a_score_order_holds_the_rows_reference_and_prefers_the_worker_that_made_it() -> None:
     (stored, canary), direct, workers, rows = ask(STORED)
     assert isinstance(stored, RemoteScores) and stored.written == STORED.scores[0].written
     assert stored.segment.number == 1
@@ -145,7 +145,7 @@ def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_i
     ],
     ids=["rows", "deaths", "machines"],
 )
-def test_where_no_worker_can_the_tokens_are_read_here(why: Any, signal: Signal) -> None:
+def test_the_trainer_fetches_and_scores_a_row_when_no_worker_can(why: Any, signal: Signal) -> None:
     scores, direct, _, rows = ask(why, signal)
     assert [one.key for one in scores] == ["row_0_0", "fixed tokens"] and rows.rows_fetched == 1
     row = direct.asked[0]
@@ -154,7 +154,7 @@ def test_where_no_worker_can_the_tokens_are_read_here(why: Any, signal: Signal) 
     assert direct.asked[1] is CANARY
 
 
-def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> None:
+def test_an_external_server_on_loopback_is_asked_by_the_trainers_process() -> None:
     external = ExternalServer(10, "", "m", "auto")
     _, direct, workers, _ = ask(STORED, url="http://localhost:8000", external=external)
     assert direct.asked and not workers.orders
@@ -163,7 +163,7 @@ def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> No
 
 
 @pytest.mark.parametrize("kind", [TeacherReplyError, ReplicaTimeout, ScoringFailed, TeacherError])
-def test_a_teachers_failure_reaches_the_pool_as_what_it_was(kind: type[TeacherError]) -> None:
+def test_a_teachers_error_reaches_the_pool_from_a_worker_with_its_type(kind: type[TeacherError]) -> None:
     with pytest.raises(kind, match="so it says") as caught:
         ask(wire.ScoreAnswer([], wire.trouble_of(kind("so it says")), "so it says"))
     assert type(caught.value) is kind
@@ -176,8 +176,8 @@ def client_of(workers: Workers, teacher: str = "math") -> tuple[Any, Direct, Wor
     return connect(teacher, "0", Endpoint("http://10.0.0.2:1")), direct, workers
 
 
-def test_a_row_that_is_here_keeps_its_request_here() -> None:
-    """Its answer would come back through a worker without candidates."""
+def test_a_request_with_a_local_row_is_sent_by_the_trainers_process() -> None:
+    """A worker's answer would come back without candidates."""
     client, direct, workers = client_of(Workers(STORED))
     here = ScoreItem("row_1_0", TOKENS, np.array([3], np.int32), Signal.TOPK, 4)
     asyncio.run(client.score([remote_row().to_score(Signal.TOPK, 4), here, CANARY]))
@@ -189,8 +189,8 @@ def test_a_row_that_is_here_keeps_its_request_here() -> None:
     assert direct.asked[0].tokens.tolist() == TOKENS.tolist() and direct.asked[1] is here
 
 
-def test_a_second_request_about_a_row_goes_to_any_worker() -> None:
-    """Perhaps it is the row's own worker that is slow; and of the two answers each has a name of its own."""
+def test_a_concurrent_second_request_for_a_row_does_not_prefer_the_worker_that_made_it() -> None:
+    """The preferred worker may be the slow one. The two answers have different marks."""
     answers = [
         wire.ScoreAnswer([wire.ItemScores("row_0_0", "math", WrittenRow({}, ("teacher",), mark))])
         for mark in ("5f0c2a.2", "77aa01.1")
@@ -213,14 +213,16 @@ def test_a_second_request_about_a_row_goes_to_any_worker() -> None:
         assert isinstance(kept, RemoteScores) and kept.written.mark == "5f0c2a.2"
         await asyncio.wait(late)
         await client.score([item])
-        assert workers.preferred == [7, None, 7], "none of them is under way any more"
+        assert workers.preferred == [7, None, 7], (
+            "once both requests have ended the maker must be preferred again"
+        )
 
     asyncio.run(body())
 
 
 @pytest.mark.parametrize(("signal", "k"), [(Signal.TOPK, 4), (Signal.AT_IDS, 0), (Signal.SAMPLED, 0)])
-def test_a_mixture_of_remote_rows_is_mixed_here_and_is_the_local_one(signal: Signal, k: int) -> None:
-    """The row is fetched once; every teacher is asked from this process."""
+def test_mixture_scores_of_a_remote_row_equal_those_of_the_local_row(signal: Signal, k: int) -> None:
+    """The row is fetched by this process, which then asks every teacher."""
     weights = {"add": 1, "sort": 2, "swap": 1}
     stored = wire.ScoreAnswer(STORED.scores[:1])
     clients = {name: client_of(Workers(stored), name) for name in weights}
@@ -237,7 +239,9 @@ def test_a_mixture_of_remote_rows_is_mixed_here_and_is_the_local_one(signal: Sig
         assert item.rows.rows_fetched == 2
         assert not any(workers.orders for _, _, workers in clients.values())
         alone = await score_mixture(router, item, {"add": 1, "sort": 0})
-        assert isinstance(alone, RemoteScores), "a mixture of one teacher is an ordinary request"
+        assert isinstance(alone, RemoteScores), (
+            "a mixture with one positive weight must be an ordinary request"
+        )
 
     asyncio.run(body())
 
@@ -248,7 +252,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("batching", list(RequestBatching))
-def test_a_teacher_with_a_cache_fetches_remote_rows_and_keeps_their_scores_here(
+def test_a_pool_with_a_cache_fetches_remote_rows_and_caches_their_scores(
     batching: RequestBatching,
 ) -> None:
     async def body() -> None:
@@ -269,8 +273,8 @@ def test_a_teacher_with_a_cache_fetches_remote_rows_and_keeps_their_scores_here(
     asyncio.run(body())
 
 
-def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
-    """A mixture's row is asked about although a sibling's failure removed its group, as in a local run."""
+def test_a_row_removed_from_the_ledger_can_still_be_fetched_by_its_location() -> None:
+    """As in a local run, a mixture's row is scored although a failed sibling has removed its group."""
     mask = np.array([False, False, True, True, True])
     cells = {"tokens": TOKENS, "loss_mask": mask, "behaviour_logprobs": np.zeros(5, np.float32)}
     read: list[set[str]] = []
@@ -287,13 +291,13 @@ def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
     row = replace(remote_row(RemotePlane(Ledger(), "train")), written=written)
     found = asyncio.run(row.to_score(Signal.TOPK, 4).fetch())
     assert found.tokens.tolist() == TOKENS.tolist() and found.positions.tolist() == [2, 3, 4]
-    assert read == [{"tokens", "loss_mask"}], "the columns of the request, no others"
+    assert read == [{"tokens", "loss_mask"}], "only the columns of the request must be read"
 
 
 @pytest.mark.parametrize("place", ["location", "ledger"])
 @pytest.mark.parametrize("media", [("aa", "bb"), ()])
-def test_a_row_that_is_fetched_here_brings_its_pictures(place: str, media: tuple[str, ...]) -> None:
-    """A teacher with a cache, a mixture, lost workers: the trainer's process asks, and with the whole row."""
+def test_a_remote_row_is_fetched_with_its_pictures(place: str, media: tuple[str, ...]) -> None:
+    """The trainer's process asks with the whole row for a teacher with a cache, a mixture, or when workers are lost."""
     columns = {
         "tokens": TOKENS,
         "loss_mask": np.array([False, False, True, True, True]),
@@ -313,7 +317,7 @@ def test_a_row_that_is_fetched_here_brings_its_pictures(place: str, media: tuple
     assert found.media == media and found.tokens.tolist() == TOKENS.tolist()
 
 
-def test_a_row_of_an_earlier_launch_is_handed_over_with_its_pictures() -> None:
+def test_a_stored_row_of_an_earlier_launch_is_handed_over_with_its_pictures() -> None:
     handed: list[tuple[str, ...]] = []
 
     class Ledger(Plane):
@@ -333,7 +337,7 @@ def test_a_row_of_an_earlier_launch_is_handed_over_with_its_pictures() -> None:
     assert (row.length, row.first, row.candidates, row.place.mark) == (5, 2, 2, "5f0c2a.1")
 
 
-def test_stored_scores_are_read_and_recorded_by_location() -> None:
+def test_remote_scores_are_fetched_and_recorded_by_their_location() -> None:
     written = WrittenRow({"teacher": b"x"}, ("teacher",), "5f0c2a.1")
     adopted: list[Any] = []
 
@@ -348,7 +352,7 @@ def test_stored_scores_are_read_and_recorded_by_location() -> None:
                 raise LeaseLost("its group is gone")
 
     async def put(arrays: TeacherScores) -> None:
-        raise AssertionError("there are no arrays here")
+        raise AssertionError("remote scores must not be recorded as arrays")
 
     async def body() -> None:
         scores = RemoteScores(
@@ -363,7 +367,7 @@ def test_stored_scores_are_read_and_recorded_by_location() -> None:
     asyncio.run(body())
 
 
-def test_a_remote_rows_length_is_checked_before_it_is_asked_about() -> None:
+def test_a_remote_row_that_is_too_long_is_refused_without_fetching_it() -> None:
     limits = msgspec.structs.replace(Limits(), max_length=4)
     manifest = Manifest("math", "native", "m", "aa", "v", VOCAB, 8, "float32", list(Signal), limits)
     item: RemoteItem = remote_row().to_score(Signal.TOPK, 4)
@@ -375,10 +379,10 @@ def test_a_remote_rows_length_is_checked_before_it_is_asked_about() -> None:
 OWN_PROMPT = np.array([9, 8, 7, 6], np.int32)
 
 
-def test_a_teachers_own_prompt_goes_with_the_order_and_the_worker_reads_the_row_after_it() -> None:
+def test_a_score_order_carries_the_teachers_own_prompt_and_the_worker_appends_the_row() -> None:
     client, direct, workers = client_of(Workers(wire.ScoreAnswer(STORED.scores)))
     item = remote_row(maker=7).to_score(Signal.AT_IDS, 0).after(OWN_PROMPT)
-    assert item.length == 7, "what the teacher reads is what is balanced and checked"
+    assert item.length == 7, "the length must include the teacher's own prompt"
     asyncio.run(client.score([item, CANARY]))
     (order,) = workers.orders
     assert not direct.asked and order.items[1].prompt is None
@@ -402,7 +406,7 @@ class Reader:
         return {name: [row.numpy() for row in column] for name, column in columns.items()}
 
 
-def test_a_remote_row_is_as_long_as_what_its_teacher_reads() -> None:
+def test_the_length_check_of_a_remote_row_includes_the_teachers_own_prompt() -> None:
     limits = msgspec.structs.replace(Limits(), max_length=6)
     manifest = Manifest("math", "native", "m", "aa", "v", VOCAB, 8, "float32", list(Signal), limits)
     item = remote_row().to_score(Signal.TOPK, 4)
@@ -421,5 +425,5 @@ def test_a_remote_row_is_as_long_as_what_its_teacher_reads() -> None:
         ("https://teacher.example", False),
     ],
 )
-def test_loopback(url: str, loopback: bool) -> None:
+def test_on_loopback_recognizes_loopback_addresses(url: str, loopback: bool) -> None:
     assert Endpoint(url).on_loopback is loopback
