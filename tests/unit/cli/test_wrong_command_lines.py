@@ -53,6 +53,12 @@ def test_every_command_has_an_example_that_parses(name: str, capsys: pytest.Capt
         assert f"example: {example}" in refused([name], capsys)
 
 
+def test_the_example_of_a_replicas_removal_names_it_as_list_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "example: understudy teachers runs/RUN remove math 1" in refused(
+        ["teachers", "R", "remove", "math"], capsys
+    )
+
+
 def test_the_error_of_score_names_the_address_at_which_no_teacher_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

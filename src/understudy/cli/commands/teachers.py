@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove = actions.add_parser(
         "remove",
         help="one replica fewer; it first finishes its running requests",
-        epilog="example: understudy teachers runs/RUN remove math math-1",
+        epilog="example: understudy teachers runs/RUN remove math 1",
     )
     remove.add_argument("teacher")
     remove.add_argument("replica", help="its name, as `list` shows it")
