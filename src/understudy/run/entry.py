@@ -11,6 +11,7 @@ same way.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import threading
@@ -57,6 +58,9 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(
+            gc.unfreeze
+        )  # else triton's bindings report their types as leaked when the program ends
         gc.enable()
 
 

@@ -1,9 +1,11 @@
 """A run reports its result and its process exits, even if a thread hangs."""
 
 import asyncio
+import importlib.util
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from types import FrameType
@@ -129,3 +131,21 @@ def test_a_process_that_continues_after_a_run_is_not_ended() -> None:
         [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 7, done
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the triton package is not installed")
+def test_a_program_that_imports_without_garbage_collection_ends_without_a_report_of_leaks() -> None:
+    """Objects left out of the garbage collection until the very end made triton's bindings print dozens of lines."""
+    program = """
+        from understudy.run.entry import importing
+        with importing():
+            import torch._dynamo, triton
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "leaked" not in done.stderr
