@@ -112,7 +112,7 @@ class Renderer:
         try:
             with within(), on_day(self._day):
                 texts = self.tokenizer.apply_chat_template(
-                    [[dict(message) for message in prompt.messages] for prompt in chats],
+                    [[_without_nulls(message) for message in prompt.messages] for prompt in chats],
                     tokenize=False,
                     add_generation_prompt=True,
                     **self._template_options,
@@ -169,7 +169,7 @@ class Renderer:
         try:
             with within(), on_day(self._day):
                 return self.tokenizer.apply_chat_template(
-                    [self._without_literals(message) for message in messages],
+                    [self._without_literals(_without_nulls(message)) for message in messages],
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=generate,
@@ -242,6 +242,12 @@ class Renderer:
                         (literal[1:] if j else "") + part + (literal[:1] if j + 1 < len(parts) else "")
                     )
         return pieces
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: `'tool_calls' in message` is true of a null too. New releases of
+    transformers do the same."""
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def shown_tools(

@@ -127,7 +127,8 @@ class Decoder(Generic[Message]):
                 _body.reset(token)
         except FrameError as error:
             raise self._error(str(error)) from error
-        except (msgspec.MsgspecError, UnderstudyError, UnicodeDecodeError, RecursionError) as error:
+        # TypeError: a key of a map that is none, with msgspec before 0.22
+        except (msgspec.MsgspecError, UnderstudyError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise self._error(f"the header of a frame cannot be read: {error}") from error
 
 

@@ -35,6 +35,10 @@ class Family:
     """A part of the hf engine's refusal; empty where it generates."""
 
 
+_RECURRENT = "(linear_attention layers|mamba layers|a recurrent state)"
+"""Of Mamba's layers, by the release of transformers."""
+
+
 def _rope(kind: str, **options: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **options}}
 
@@ -129,7 +133,7 @@ FAMILIES: dict[str, Family] = {
         },
         "linear_attention layers",
     ),
-    "mamba": Family("mamba", {"state_size": 4}, "linear_attention layers"),
+    "mamba": Family("mamba", {"state_size": 4}, _RECURRENT),
     "mamba2": Family(
         "mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2}, "linear_attention layers"
     ),

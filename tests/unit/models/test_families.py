@@ -43,3 +43,13 @@ def test_trainer_teacher_and_engine_equal_plain_transformers_for_common_families
 @pytest.mark.parametrize("name", REST)
 def test_trainer_teacher_and_engine_equal_plain_transformers_for_other_families(name: str) -> None:
     check(name)
+
+
+def test_a_recurrent_state_is_refused_where_the_config_names_no_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of Mamba in older releases of transformers."""
+    model = make("gpt2")
+    monkeypatch.setattr(type(model), "_is_stateful", True, raising=False)
+    with pytest.raises(EngineError, match="it has a recurrent state, and only"):
+        generated(model, rows_of((3,), VOCAB), 1, CONTEXT)

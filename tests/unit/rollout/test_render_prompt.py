@@ -1,6 +1,7 @@
 """Rendering of prompts by chat templates, ahead or one by one; errors name the row."""
 
 from datetime import date
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,3 +197,20 @@ def test_messages_after_a_turn_are_rendered_by_the_template_chosen_in_the_recipe
         ids = renderer.after_turn("k", chat, ended=True, tools=tools)
         assert tokenizer.decode(ids) == "><Sure?><Yes?>"
     assert renderer.turn_end == tokenizer.eos_token_id, "this template writes no special token"
+
+
+def test_templates_see_no_nulls_whatever_transformers_does_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of parquet have every key. Older releases of transformers give templates the nulls."""
+    tokenizer, seen = chat_tokenizer("chatml"), list[Any]()
+    own = tokenizer.apply_chat_template
+
+    def apply(chats: Any, **options: Any) -> Any:
+        seen.append(chats)
+        return own(chats, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", apply)
+    chat = prompt(messages=tuple({**message, "tool_calls": None} for message in CHAT))
+    renderer = Renderer(tokenizer, context=500)
+    renderer.render(chat)
+    renderer.ahead([chat])
+    assert seen == [list(CHAT), [list(CHAT)]]

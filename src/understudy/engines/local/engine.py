@@ -137,10 +137,14 @@ class HFEngine:
 
     def _adopt(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
-        other = sorted(set(getattr(config, "layer_types", None) or ()) - GROWING_LAYERS)
-        if other:
+        layers = getattr(config, "layer_types", None) or ()
+        other = sorted(set(layers) - GROWING_LAYERS)
+        # Older releases of transformers name no layers of Mamba.
+        recurrent = not layers and getattr(model, "_is_stateful", False)
+        if other or recurrent:
+            what = f"{', '.join(other)} layers" if other else "a recurrent state"
             raise EngineError(
-                f"the hf engine cannot generate with {type(model).__name__}: it has {', '.join(other)} layers, and only "
+                f"the hf engine cannot generate with {type(model).__name__}: it has {what}, and only "
                 f'{" and ".join(sorted(GROWING_LAYERS))} layers are supported; use another engine (rollout.engine = "vllm")'
             )
         border = rotary_border(config.to_dict())

@@ -108,6 +108,11 @@ class RankGroup:
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=self.mesh, mp_policy=policy)
         fully_shard(forward, mesh=self.mesh, mp_policy=policy)
+        if self.mesh.device_type == "cpu":
+            # With torch 2.8, gloo gives the sum of gradients where their mean is asked for.
+            for module in forward.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
 
     def settle(self, forward: nn.Module) -> None:
         for module in forward.modules():

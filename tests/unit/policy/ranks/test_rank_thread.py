@@ -33,4 +33,5 @@ def test_a_model_can_be_sharded_on_a_new_rank_thread_after_the_previous_one_has_
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-X", "faulthandler", "-c", _TWO_THREADS]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    # gloo of torch 2.8 writes to stdout too
+    assert ended.returncode == 0 and ended.stdout.endswith("done\n"), ended.stderr
