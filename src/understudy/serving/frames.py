@@ -128,7 +128,13 @@ class Decoder(Generic[Message]):
         except FrameError as error:
             raise self._error(str(error)) from error
         # TypeError: a key of a map that is none, with msgspec before 0.22
-        except (msgspec.MsgspecError, UnderstudyError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        except (
+            msgspec.MsgspecError,
+            UnderstudyError,
+            UnicodeDecodeError,
+            RecursionError,
+            TypeError,
+        ) as error:
             raise self._error(f"the header of a frame cannot be read: {error}") from error
 
 
