@@ -31,8 +31,8 @@ from understudy.trainers.early_interrupt import give_back_sigint, remembering_in
 @contextmanager
 def early_fork_server(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
     """The fork server, or the spare processes, for the native replicas that this run will start on this machine, if
-    there are any. They import while the block checks the recipe and imports its own modules. An interrupt meanwhile
-    ends the block when the run would start."""
+    there are any. They import while the block checks the recipe and imports its own modules. An interrupt that an
+    import discards meanwhile ends the block when the run would start."""
     own = [teacher for teacher in teachers.values() if not teacher.urls and not teacher.starts_vllm]
     with remembering_interrupts():
         if cluster.backend != "local" or not own:
@@ -58,9 +58,8 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(
-            gc.unfreeze
-        )  # else triton's bindings report their types as leaked when the program ends
+        # Else the last collection leaves them out too, and triton's bindings report their types as leaked.
+        atexit.register(gc.unfreeze)
         gc.enable()
 
 

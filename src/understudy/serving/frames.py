@@ -102,6 +102,10 @@ def _with_wide_integers(value: Any) -> Any:
     return value
 
 
+# msgspec before 0.22 raises TypeError for a map with an array as key.
+_DAMAGED = (msgspec.MsgspecError, UnderstudyError, UnicodeDecodeError, RecursionError, TypeError)
+
+
 class Decoder(Generic[Message]):
     """Decodes frames of one type of message. Has no state: any thread may use it."""
 
@@ -127,14 +131,7 @@ class Decoder(Generic[Message]):
                 _body.reset(token)
         except FrameError as error:
             raise self._error(str(error)) from error
-        # TypeError: a key of a map that is none, with msgspec before 0.22
-        except (
-            msgspec.MsgspecError,
-            UnderstudyError,
-            UnicodeDecodeError,
-            RecursionError,
-            TypeError,
-        ) as error:
+        except _DAMAGED as error:
             raise self._error(f"the header of a frame cannot be read: {error}") from error
 
 
